@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 
-CAP = re.compile(r"cap|clip", re.IGNORECASE)
+CAP = re.compile(r"cap|clip|clamp", re.IGNORECASE)
 Names = Callable[[str], object]  # whether a name asks for it
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 NORMED = ("normed", "gain")

@@ -215,14 +215,20 @@ def operand_in(expression: str, position: int) -> str:
 
     >>> operand_in("2 * merged", 0), operand_in("x[..., :-1]", 0), operand_in("torch.roll(k @ w, 1)", 0)
     ('merged', 'x', 'k @ w')
+    >>> operand_in("self.mix(x)", 0), operand_in("(x  # tokens )", 0)
+    ('x', '')
     """
-    match ast.parse(expression or "...", mode="eval").body:
+    try:
+        written = ast.parse(expression or "...", mode="eval").body
+    except SyntaxError:  # a comment ends one of its lines
+        return ""
+    match written:
         case ast.BinOp(left=left, right=right):
             taken = [x for x in (left, right) if not isinstance(x, ast.Constant)]
         case ast.Subscript(value=value):
             taken = [value]
         case ast.Call(func=ast.Attribute(value=value), args=args):
-            taken = args if isinstance(value, ast.Name) and value.id in ("torch", "F") else [value, *args]
+            taken = args if isinstance(value, ast.Name) and value.id in ("torch", "F", "self") else [value, *args]
         case _:
             taken = []
     return (ast.get_source_segment(expression, taken[position]) or "") if position < len(taken) else ""

@@ -99,6 +99,15 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     return [one for one in found if one.name != "mask_never_used"]
 
 
+def mask_form_of(situation: Situation) -> MaskForm | None:
+    """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
+    if not situation.plan.mask_parameter:
+        return None
+    masks = _Masks(situation, Report(""))
+    masks.read(mask_forms())
+    return situation.understood or next(iter(masks.taken), None)
+
+
 @dataclass
 class _Masks:
     """Reads what one mask argument means, from a call without a mask, and reports how."""

@@ -1147,3 +1147,37 @@ class BiasOfQueries(Base):
 def test_a_bias_that_queries_make_is_named_after_its_table() -> None:
     (bias,) = judged(BiasOfQueries).intended
     assert (bias.name, bias.reason) == ("bias_added", "it is made from the parameter table")
+
+
+class Clipped(Base):
+    """Scores that a setting holds between two bounds."""
+
+    def __init__(self, clip: float = 3.0) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return super().weigh(scores.clamp(-self.clip, self.clip))
+
+
+class ClippedUnasked(Clipped):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return Base.weigh(self, scores.clamp(-2.5, 2.5))
+
+
+def test_a_setting_may_ask_for_bounds_of_the_scores() -> None:
+    report = verify(Clipped)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["changed_by_clamp"]), str(report)
+    assert verify(ClippedUnasked).mistakes == ("changed_by_clamp",)
+
+
+class EmptyTable(Base):
+    """A parameter without any number, as where an option is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(0))
+
+
+def test_a_parameter_without_numbers_need_not_be_used() -> None:
+    assert verify(EmptyTable).verdict == "equal", str(verify(EmptyTable))

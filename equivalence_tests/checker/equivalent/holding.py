@@ -37,6 +37,7 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
+from equivalence_tests.checker.reach.state import keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
@@ -146,7 +147,8 @@ class Held:
         wanted = inspect.signature(made if found.is_function else made.forward).parameters
         for case in [case_of(situation.trial, None, "", seed=41, form=one) for one in dict.fromkeys((None, form))]:
             args, kwargs, _ = case.call.fresh()
-            theirs = layout.outward(layout.output(case.call.function(*args, **kwargs))).double()
+            with keeping_state(case.call.module):
+                theirs = layout.outward(layout.output(case.call.function(*args, **kwargs))).double()
             args, kwargs, _ = case.call.fresh()
             ours = made(*args[: len(wanted)], **{name: x for name, x in kwargs.items() if name in wanted})
             rows = slice(None) if case.rows is None else case.rows
@@ -329,3 +331,16 @@ def _state_difference(report: Report, situation: Situation) -> None:
     apart = Comparison(EXACT, Difference("", "output", gap))
     holding = Holding(plain.program, Parameters.of(situation.subject.module), (), apart)
     report.equivalent = Held(situation).written(holding, report)
+
+
+def equivalent_of(situation: Situation) -> Equivalent:
+    """Make the equivalent of code for the size at which it was read.
+
+    Args:
+        situation: What was seen.
+
+    Raises:
+        UnreadError: If none can be made.
+    """
+    held = Held(situation)
+    return held.written(held.holding(), Report(situation.subject.name))

@@ -92,7 +92,7 @@ class OperandReader:
         heads = [self._head(next(one for one in self.slices if one.head == head), role) for head in self.heads]
         first = heads[0]
         if any(one.tokens != first.tokens or (one.bias is None) != (first.bias is None) for one in heads):
-            raise UnreadError(f"the {role}s of different heads are projected from different tokens")
+            raise UnreadError(f"the {role} of each head is projected from other tokens or features")
         if any(abs(one.factor / first.factor - 1) > 10 * self.watched.tolerance for one in heads):
             raise UnreadError(f"the rows of the {role} projection are multiplied by different numbers")
         biases = [one.bias for one in heads if one.bias is not None]

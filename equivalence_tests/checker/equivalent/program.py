@@ -39,8 +39,9 @@ class Program:
         scale: What the scores are multiplied by.
         bias: What is added to them.
         output: What is made of the averaged values.
-        cap: Of a tanh that holds the scores; 0 if there is none.
+        cap: Of a tanh, or a clamp, that holds the scores; 0 if there is none.
         mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
+        cuts: Whether it is a clamp.
     """
 
     query: Projection
@@ -51,6 +52,7 @@ class Program:
     output: Output
     cap: float = 0.0
     mask_replaces: bool = False
+    cuts: bool = False
 
     def __call__(
         self,
@@ -86,6 +88,8 @@ class Program:
     def products(self, values: Values) -> Tensor:
         """Give the scores before anything is added to them, (b, h, q, k)."""
         scores = self.scale * self.query(values) @ self.key(values).mT
+        if self.cuts:
+            return scores.clamp(-self.cap, self.cap)
         return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
 
     def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -255,7 +259,7 @@ class Program:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
             yield Step("the distance times a slope is subtracted from the scores", said, "scores")
         if self.cap:
-            yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
+            yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), "", "mask")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
@@ -50,7 +51,8 @@ def _read(watched: Watched) -> tuple[Program, float]:
         watched.tolerance = SINGLE
     why = UnreadError("")
     for scale, bias in _scores(reader, three, watched.values):
-        program = Program(three[0], three[1], three[2], scale, bias, NOTHING, _cap(watched.judgement))
+        cap, bound = _cap(watched.judgement), _bound(watched)
+        program = Program(three[0], three[1], three[2], scale, bias, NOTHING, cap or bound, cuts=bool(bound))
         with torch.no_grad():
             averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
         try:
@@ -64,7 +66,9 @@ def _read(watched: Watched) -> tuple[Program, float]:
 
 def _scores(reader: OperandReader, three: list[Projection], values: Values) -> list[tuple[float, Bias]]:
     """What the scores are multiplied by and what is added; where no scores are seen, as in tiles, what it may be."""
-    models = reader.watched.judgement.models
+    models, attention = reader.watched.judgement.models, reader.watched.judgement.attention
+    if _bound(reader.watched):
+        models = [read_weights(attention.run, part, part.contexts[0], gently=True) for part in attention.parts]
     query, key = three[:2]
     with torch.no_grad():
         lengths = query.projected(values).size(2), key.projected(values).size(2)
@@ -101,6 +105,14 @@ def _cap(judgement: Judgement) -> float:
     cap = caps.pop() if caps else 0.0
     written = round(cap, 6)
     return written if abs(cap - written) <= 1e-6 * abs(cap) else cap  # read off a tanh, not to the last digits
+
+
+def _bound(watched: Watched) -> float:
+    """What a clamp holds the scores at, on both sides; 0 without one."""
+    attention = watched.judgement.attention
+    steps = (operation for part in attention.parts for operation, _, _ in part.steps(attention.run))
+    ends = ((x.argument(1, "min"), x.argument(2, "max")) for x in steps if x.name in ("clamp", "clip"))
+    return next((float(high) for low, high in ends if low and high and low == -high), 0.0)
 
 
 def _factor(model: WeightsModel) -> float:

@@ -27,7 +27,7 @@ NAMES: Mapping[str, str] = {
     "rotated": "rota(ry_(?!positions)|tions)",
     "context": "value|weights_scaled|scale",
     "scale": "scale|normalised",
-    "cap": "capped",
+    "cap": "capped|by_clamp",
     "scores": "bias|sink|position",
     "mask": "mask|window|causal",
 }

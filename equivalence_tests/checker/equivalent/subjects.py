@@ -10,12 +10,14 @@ import torch
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.checks import attention_checks, judge_checks, run_check
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.mask_trials import hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
+from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.pooling import judge_pooling
 from equivalence_tests.checker.engine.probing import (
     crossing,
@@ -32,6 +34,8 @@ from equivalence_tests.checker.engine.reading import counted_heads, notes_of, re
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
 from equivalence_tests.checker.equivalent.locating import locate
@@ -266,7 +270,18 @@ def _what_is_missing(situation: Situation) -> str:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]
     product = f"line {line.number}, `{line.text}`, multiplies two tensors made from the input"
-    return f"{product}, but no weights that sum to one over the tokens are made from that and multiplied by values."
+    lost = next((op for op in names.operations[products[0].operation.index + 1 :] if _loses(op, names)), None)
+    if lost is None or not lost.frames:
+        return f"{product}, but no weights that sum to one over the tokens are made from that and multiplied by values."
+    mixing = code_lines(lost.frames)[-1]
+    return f"{product}; line {mixing.number}, `{mixing.text}`, mixes these scores, as torch's formula does not."
+
+
+def _loses(operation: Operation, names: Identities) -> bool:
+    """Whether scores are multiplied by a parameter, so that none is known behind that."""
+    made = [source for _, codes in names.taken(operation) for source in sources_in(codes)]
+    scores = any(names.sources[number].kind == "score" for number in made)
+    return operation.name in CONTRACTIONS and scores and len(operation.inputs) > 1
 
 
 def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:

@@ -159,3 +159,33 @@ def test_a_model_that_wants_labels_is_run_on_some_and_its_mask_followed() -> Non
     assert right.mistakes == (), str(right)
     assert "the whole model" not in [exercise.what for exercise in right.not_exercised]
     assert verify(ForgetsItsPadding, kind="layers").mistakes == ("model_mask_dropped",)
+
+
+class ProjectsItsMemory(nn.Module):
+    """Right: the keys and values of its cross-attention are of the memory behind a matrix."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.context = nn.Linear(context_dim, dim)
+        self.own, self.cross = (nn.MultiheadAttention(dim, num_heads, batch_first=True) for _ in range(2))
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        memory, y = self.context(context), self.norm1(x)
+        x = x + self.own(y, y, y)[0]
+        x = x + self.cross(self.norm2(x), memory, self.values(memory, x))[0]
+        return x + self.mlp(self.norm3(x))
+
+    def values(self, memory: Tensor, x: Tensor) -> Tensor:
+        return memory
+
+
+class ValuesOfItsInput(ProjectsItsMemory):
+    def values(self, memory: Tensor, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_memory_behind_a_matrix_is_a_memory() -> None:
+    assert verify(ProjectsItsMemory).verdict == "equal", str(verify(ProjectsItsMemory))
+    assert verify(ValuesOfItsInput).mistakes == ("cross_attention_from_decoder",)

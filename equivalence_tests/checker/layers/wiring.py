@@ -175,7 +175,8 @@ class _Stream:
         read = (x.terms for step in self.steps.values() for x in step.inputs)
         self.sums = [x for x in (*read, self.final) if _is_counted(x)]
         self.norms = {label: step for label, step in self.steps.items() if step.kind == "layer_norm"}
-        self.sublayers = [label for label, step in self.steps.items() if step.kind in SUBLAYERS]
+        own = {label for label, step in self.steps.items() if not all(self._of_memory(x.terms) for x in step.inputs)}
+        self.sublayers = [label for label in self.steps if label in own and self.steps[label].kind in SUBLAYERS]
         first = self._raw(self.sublayers[0]) if self.sublayers else ()
         self.now = first if first and self.bases.issuperset(dict(first)) else _one(labels.add("given", "x"))
         self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == self.now
@@ -323,7 +324,10 @@ class _Stream:
         return self._normalised(self._query(label)) or self._query(label)
 
     def _of_memory(self, x: Terms) -> bool:
-        return _one(self.memory) in (x, self._normalised(x))
+        """Whether it is the memory, or what parts made of that alone."""
+        step = self.steps.get(x[0][0]) if len(x) == 1 and self.memory else None
+        made = step is not None and all(self._of_memory(one.terms) for one in step.inputs)
+        return made or x == _one(self.memory)
 
     def _normalised(self, x: Terms) -> Terms | None:
         """What a LayerNorm was given, if x is what one gave."""

@@ -20,9 +20,17 @@ STEP = 4.0
 GENTLE = 1e-2
 
 
-def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
-    """Find the scale, bias, mask and kind of softmax between the scores of one product and their weights."""
-    return _Reader(run, part, context).read()
+def read_weights(run: Run, part: Part, context: Context, gently: bool = False) -> WeightsModel:
+    """Find the scale, bias, mask and kind of softmax between the scores of one product and their weights.
+
+    Args:
+        run: The run.
+        part: The product of queries and keys.
+        context: That of weights and values.
+        gently: Whether the scores are too small for a bound to hold them.
+    """
+    reader = _Reader(run, part, context)
+    return reader.read_gently() if gently else reader.read()
 
 
 # How the logarithms of weights moved, by how much the scores did, and where that counts; less the means of the rows.
@@ -66,11 +74,15 @@ class _Reader:
         model = self._read(1.0)
         cap = self._cap()
         if model.kind == "other":
-            gentle = self._read(GENTLE, capped=bool(cap))
+            gentle = self.read_gently(bool(cap))
             if gentle.kind == "softmax":
                 gentle.cap = cap
                 return gentle
         return model
+
+    def read_gently(self, capped: bool = True) -> WeightsModel:
+        """Read the weights of small scores."""
+        return self._read(GENTLE, capped)
 
     def _cap(self) -> float:
         """What the result of a tanh is multiplied by, as where scores are capped; 0 without a tanh."""
