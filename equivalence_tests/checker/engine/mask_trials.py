@@ -1,5 +1,6 @@
 """Masks that are handed over, alone in the first form in which nothing departs, else in the nearest, and in pairs."""
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -208,9 +209,14 @@ class _Masks:
         general = [new for new in full if all(departure.mistake.by_query for departure in new)]
         self.situation.understood = form
         self._note_convention(form)
-        if (said := self._said_otherwise(form)) and (attempt := self._attempt(form)) is not None:
-            claim = f"Its own words say otherwise: {said}"
+        function = self.situation.subject.function
+        words = _said_otherwise(form, source_of(function), self.parameter)
+        if words and (attempt := self._attempt(form)) is not None:
+            claim = f"Its own words say otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
+        owner = function if inspect.isroutine(function) else type(function)
+        if of_another := _said_otherwise(form, source_of(inspect.getmodule(owner)), r"\w*mask"):
+            self.report.notes.append(f"{self.parameter} was read as {form}; of a mask its file says: {of_another}")
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
@@ -220,14 +226,6 @@ class _Masks:
             why = "all queries get its first row: right only if nobody hands over a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
         return []
-
-    def _said_otherwise(self, form: MaskForm) -> str:
-        """The line that says of 1 and True in the mask the opposite of what the code does with them; "" for none."""
-        told = re.compile(rf"\b{self.parameter}\b\s*[:(](?!.*\b(not|no)\b)")
-        lines = [x.strip() for x in source_of(self.situation.subject.function).splitlines() if told.search(x)]
-        said = {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
-        meaning = form.encoding.partition("_")[0]
-        return next((x for one, found in said.items() for x in found if meaning in said and not said[meaning]), "")
 
     def _taking(self, run: Run) -> Operation:
         """The first operation that takes the mask."""
@@ -276,6 +274,15 @@ class _Masks:
         attempt = self._attempt(self.idle[0])
         unused = unused_fill(attempt.found.run.operations) if attempt is not None else None
         return [Departure("mask_never_used", "mask", unused or self.situation.first, facts)]
+
+
+def _said_otherwise(form: MaskForm, text: str, name: str) -> str:
+    """A line that says of 1 and True in such masks the opposite of a form; "" where there is none, or lines differ."""
+    told = re.compile(rf"\b{name}\b\s*[:(](?!.*\b(not|no)\b)")
+    lines = [x.strip() for x in text.splitlines() if told.search(x)]
+    said = {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
+    meaning = form.encoding.partition("_")[0]
+    return next((x for found in said.values() for x in found if meaning in said and not said[meaning]), "")
 
 
 def _allowed(may: Tensor, plain: Examination | None) -> Expecting:

@@ -1,6 +1,8 @@
 """Padding that is hidden as queries too, or whose output is set to zero, is right; as queries alone it is not."""
 
+import inspect
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,3 +205,13 @@ def test_the_words_beside_a_mask_say_what_it_should_hide(target: type[nn.Module]
     report = verify(target)
     assert report.mistakes == names, str(report)
     assert all(one.line is not None and one.line.text == "return mask == 0" for one in report.findings)
+
+
+def test_words_about_another_mask_in_the_file_are_a_note(tmp_path: Path) -> None:
+    own = inspect.getsource(SaysWhatOneMeans).replace(inspect.getdoc(SaysWhatOneMeans) or "", "It attends to a text.")
+    head = "import torch\nfrom torch import Tensor, nn\nfrom torch.nn import functional as F\n\n# key_mask: 1 = valid\n"
+    for word, said in (("!=", False), ("==", True)):
+        path = tmp_path / f"{'right' if word == '!=' else 'other'}.py"
+        path.write_text(head + own.replace("mask != 0", f"mask {word} 0"), encoding="utf-8")
+        report = verify(f"{path}:SaysWhatOneMeans")
+        assert (report.findings, any("key_mask: 1 = valid" in note for note in report.notes)) == ([], said), str(report)

@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 CHECKER = str(Path(__file__).parents[1])
@@ -130,9 +131,9 @@ def _is_ours(path: str) -> bool:
 
 
 def source_of(function: Any) -> str:
-    """The source of a class or function; "" where there is none."""
+    """The source of a class, a function or a file; "" where there is none."""
     try:
-        written = isinstance(function, type) or inspect.isroutine(function)
+        written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
         return textwrap.dedent(inspect.getsource(function if written else type(function)))
     except (OSError, TypeError):
         return ""
