@@ -123,23 +123,3 @@ def test_what_comes_back_of_the_new_tokens_alone_is_joined_to_the_others() -> No
     (finding,) = verify(JoinsInTheWrongOrder).findings
     assert finding.name == "cache_differs_from_one_pass"
     assert line_of(finding).endswith("return torch.cat([new, old], 2)")
-
-
-class KeepsItsKeys(CachedAttention):
-    """Its cache is a state of its own, empty before each text."""
-
-    def __init__(self, dim: int, n_heads: int) -> None:
-        super().__init__(dim, n_heads)
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        past = None if self.keys is None or self.values is None else (self.keys, self.values)
-        found, (self.keys, self.values) = super().forward(x, past)
-        return found
-
-
-def test_a_state_of_one_call_is_not_in_the_next_one_where_the_text_is_compared() -> None:
-    program = verify(KeepsItsKeys).equivalent
-    assert program is not None
-    assert program.source, program.unwritten
