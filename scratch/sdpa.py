@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     """
     validation.check_scaled_dot_product_attention((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
     query, key, value = (x.to(validation.autocast_dtype(x)) for x in (query, key, value))
-    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+    scale = usual_scale(query) if scale is None else scale
     visible = masks.visible_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2))
     kernel = chosen_kernel(query, key, value, visible, dropout_p)
     if kernel is not None:
@@ -74,6 +74,12 @@ def scaled_dot_product_attention(
         # After the upcast, so that the gradients of a group are summed in float32.
         k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))
     return laid_out_like(query, textbook_attention(q, k, v, visible, scale, dropout_p)).to(query.dtype)
+
+
+@validation.quiet_while_tracing
+def usual_scale(query: Tensor) -> float:
+    """Return 1 / sqrt(head_dim): a number in a trace too, as torch's own function has it."""
+    return 1 / math.sqrt(max(query.size(-1), 1))
 
 
 def textbook_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:

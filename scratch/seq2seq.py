@@ -265,6 +265,7 @@ class Seq2SeqTransformer(nn.Module):
                 positions, a beam_size below 1 or a negative length_penalty.
             TypeError: As ``forward``.
         """
+        ending = Ending(max_len, self.end_id, self.pad_id)
         validation.check_generate(self, src_ids, max_len, beam_size, length_penalty)
         memory = self.encode(src_ids).repeat_interleave(beam_size, dim=0)
         beam_src_ids = src_ids.repeat_interleave(beam_size, dim=0)
@@ -278,7 +279,6 @@ class Seq2SeqTransformer(nn.Module):
                 layer.reorder(rows)
 
         start = src_ids.new_full((src_ids.size(0), 1), self.start_id)
-        ending = Ending(max_len, self.end_id, self.pad_id)
         if beam_size == 1:
             return greedy_decode(next_logits, start, ending)
         token_ids, _ = beam_search(

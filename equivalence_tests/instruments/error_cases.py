@@ -753,6 +753,14 @@ LAYER_INPUTS = [
         "src must have the dtype of the weights, torch.float32, got torch.float64",
         error=TypeError,
     ),
+    *(
+        bad_call(ENCODER, f"whole numbers beside {name}", {"src": SRC.long(), **masks}, says, error=TypeError)
+        for name, masks, says in (
+            ("a bool mask", {"mask": mask(7, 7)}, "src must be floating beside a bool mask, which becomes a bias"),
+            ("bool padding", {"src_key_padding_mask": mask(2, 7)}, "src must be floating beside a bool mask"),
+            ("a float mask", {"mask": mask(7, 7, dtype=torch.float32)}, "src must have the dtype of the weights"),
+        )
+    ),
     bad_call(
         DECODER_LAYER,
         "memory missing",
@@ -1149,7 +1157,10 @@ FLEX_CASES = [
         for name in ("query", "key", "value")
     ),
     bad_call(
-        FLEX, "query 3-D", {"query": floats(3, 5, 11)}, "query must be 4-D (batch, num_heads", "got shape (3, 5, 11)"
+        FLEX,
+        "query 3-D",
+        {"query": floats(3, 5, 11)},
+        "query must be 4-D (batch, num_heads, query_len, head_dim), got shape (3, 5, 11)",
     ),
     bad_call(
         FLEX,
@@ -1159,8 +1170,18 @@ FLEX_CASES = [
         error=TypeError,
         torch_type=NO_SUCH_CHECK + "an AttributeError",
     ),
-    bad_call(FLEX, "key 5-D", {"key": floats(1, 2, 3, 7, 11)}, "key must be 4-D", "got shape (1, 2, 3, 7, 11)"),
-    bad_call(FLEX, "value nested", {"value": NESTED}, "value must be 4-D", "got a nested tensor"),
+    bad_call(
+        FLEX,
+        "key 5-D",
+        {"key": floats(1, 2, 3, 7, 11)},
+        "key must be 4-D (batch, num_key_heads, key_len, head_dim), got shape (1, 2, 3, 7, 11)",
+    ),
+    bad_call(
+        FLEX,
+        "value nested",
+        {"value": nested(floats(3, 7, 13), floats(3, 5, 13))},
+        "value must be 4-D (batch, num_key_heads, key_len, v_head_dim), got a nested tensor",
+    ),
     bad_call(
         FLEX,
         "whole numbers",
@@ -1213,8 +1234,7 @@ FLEX_CASES = [
             FLEX,
             name,
             {"score_mod": score_mod},
-            "score_mod must be a function of (score, batch, head, q_idx, kv_idx)",
-            says,
+            f"score_mod must be a function of (score, batch, head, q_idx, kv_idx), {says}",
             error=TypeError,
             torch_type=f"{TRACED}torch._dynamo.exc.Unsupported",
         )
@@ -1266,8 +1286,7 @@ BLOCK_MASK_CASES = [
             BLOCKS,
             name,
             {"mask_mod": mask_mod},
-            "mask_mod must be a function of (batch, head, q_idx, kv_idx)",
-            says,
+            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), {says}",
             error=TypeError,
             torch_type=torch_type,
         )
@@ -1408,7 +1427,11 @@ VARLEN_CASES = [
         {"key": floats(7, 2, 11), "value": floats(7, 2, 11), "enable_gqa": True},
         "the heads of key must divide the heads of query, got 2 and 3",
     ),
-    bad_call(VARLEN, "max_q None", {"max_q": None}, "max_q must be a whole number, got None", error=TypeError),
+    *(
+        bad_call(VARLEN, f"{name} {x}", {name: x}, f"{name} must be a whole number, got {x}", error=TypeError)
+        for name in ("max_q", "max_k")
+        for x in (None, 3.5)
+    ),
     bad_call(
         VARLEN, "return_aux True", {"return_aux": True}, "return_aux must be an AuxRequest, got bool", error=TypeError
     ),
@@ -1447,7 +1470,7 @@ VARLEN_CASES = [
     bad_call(
         VARLEN,
         "no sequences",
-        {"cu_seq_q": torch.zeros(1).int(), "cu_seq_k": torch.zeros(1).int()},
+        {"query": floats(0, 3, 11), "cu_seq_q": torch.zeros(1).int(), "cu_seq_k": torch.zeros(1).int()},
         "cu_seq_q must rise from 0",
     ),
     bad_call(
@@ -1462,8 +1485,6 @@ VARLEN_CASES = [
         {"max_k": 0},
         "max_k must be at least the length of the longest sequence in cu_seq_k, 4, got 0",
     ),
-    bad_call(VARLEN, "max_q half", {"max_q": 3.5}, "max_q must be a whole number, got 3.5", error=TypeError),
-    bad_call(VARLEN, "max_k negative", {"max_k": -4}, "max_k must not be negative, got -4"),
     bad_call(
         VARLEN, "window_size one number", {"window_size": 3}, "window_size must be two numbers, (left, right), got 3"
     ),
@@ -1589,18 +1610,24 @@ SCORE_FUNCTION_CASES = [
         "sinks must have one number for each head",
         "in (2, 3, 5), got shape (2,)",
     ),
-    bad_call(
-        "score_functions.add_sinks",
-        "sinks a number",
-        {"sinks": 0.5},
-        "sinks must be a tensor, got float",
-        error=TypeError,
+    *(
+        bad_call(
+            "score_functions.add_sinks",
+            f"{name} a number",
+            {name: 0.5},
+            f"{name} must be a tensor, got float",
+            error=TypeError,
+        )
+        for name in ("context", "lse", "sinks")
     ),
-    bad_call(
-        "score_functions.add_sinks",
-        "no heads",
-        {"context": floats(5, 11), "lse": floats(5), "sinks": floats(1)},
-        "sinks must have one number for each head",
+    *(
+        bad_call(
+            "score_functions.add_sinks",
+            f"no heads, sinks {sinks.dim()}-D",
+            {"context": floats(5, 11), "lse": floats(5), "sinks": sinks},
+            "sinks must have one number for each head",
+        )
+        for sinks in (floats(1), torch.tensor(0.5))
     ),
 ]
 
@@ -1696,6 +1723,7 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
     ),
     accepted(SQUARE_MASK, "size 0", {"sz": 0}),
     accepted(SQUARE_MASK, "dtype bool", {"dtype": torch.bool}),
+    accepted(SDPA, "width 1", {"query": floats(2, 3, 5, 1), "key": floats(2, 3, 7, 1)}),
     accepted(SDPA, "width 0", {"query": floats(2, 3, 5, 0), "key": floats(2, 3, 7, 0)}),
     accepted(SDPA, "value of width 0", {"value": floats(2, 3, 7, 0)}),
     accepted(SDPA, "no samples", {name: x[:0] for name, x in HEADS.items()}),
@@ -1719,6 +1747,8 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
         {"query": floats(2, 65, 5, 11), "key": floats(2, 5, 7, 11), "value": floats(2, 5, 7, 13), "enable_gqa": True},
     ),
     accepted(SDPA, "no grouped heads", {name: x[:, :0] for name, x in HEADS.items()} | {"enable_gqa": True}),
+    accepted(SDPA, "no grouped heads, 3-D", {name: x[0, :0] for name, x in HEADS.items()} | {"enable_gqa": True}),
+    accepted(SDPA, "one query for all samples and heads", {"query": floats(5, 11)}),
     accepted(
         SDPA,
         "keys and values grouped apart",

@@ -115,6 +115,8 @@ def _slots(owner: ast.AST, scope: str, statement: ast.stmt) -> Iterator[_Slot]:
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(node, ast.AST) or field in LEFT_ALONE or _is_left_alone(node):
                 continue
+            if isinstance(statement, ast.Raise) and owner is statement.exc and isinstance(node, ast.Constant):
+                continue  # the words of an error
             around = node if isinstance(node, ast.stmt) else statement
             if hasattr(node, "lineno"):
                 yield _Slot(scope, around, owner, field, index, node)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.padding import Padding
 from typer.testing import CliRunner
 
+from scratch.task.terminal import Screen
 from scratch.task.translation import PAIRS
 
 QUICK = ["--small", "--optimizer", "adam"]
@@ -79,6 +81,13 @@ def test_what_is_piped_has_no_blanks_at_the_ends_of_lines(checkpoint: Path, tmp_
         lines = run("scratch", *arguments).stdout.splitlines()
         assert len(lines) > 5
         assert [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(("is_terminal", "printed"), [(False, "a\nb\n"), (True, "a    \nb    \n")])
+def test_blanks_at_the_ends_of_lines_are_for_terminals(is_terminal: bool, printed: str) -> None:
+    file = io.StringIO()
+    Screen(file=file, force_terminal=is_terminal, width=5, color_system=None).print(Padding("a\nb"))
+    assert file.getvalue() == printed
 
 
 class SmallDisk(io.FileIO):

@@ -17,7 +17,7 @@ from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch.decoding import Ending, Sampling, greedy_decode, keep_likeliest, sample_decode
-from scratch.rotary import YaRNScaling
+from scratch.rotary import LinearScaling, YaRNScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -175,9 +175,23 @@ class TestParts:
         assert {type(norm) for norm in norms} == {parts.RMSNorm}
         assert model.layers[1].self_attn.rotary is layer.self_attn.rotary
 
-    def test_tied_weights_are_one_parameter(self) -> None:
-        model = scratch.DecoderOnlyTransformer(11, 12, 3, 1, 16, tie_weights=True)
-        assert model.projection.weight is model.embedding.weight
+    def test_the_model_is_its_equation(self) -> None:
+        model = build(scratch, {"scale_embeddings": True})
+        x = model.embedding(IDS) * 12**0.5
+        for layer in model.layers:
+            x = layer(x)
+        assert_equal({"output": model(IDS)}, {"output": F.linear(model.norm(x), model.projection.weight)})
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_tied_weights_are_one_parameter(self, tied: bool) -> None:
+        model = scratch.DecoderOnlyTransformer(11, 12, 3, 1, 16, tie_weights=tied)
+        assert (model.projection.weight is model.embedding.weight) == tied
+
+    def test_everything_is_where_it_is_asked_for_and_positions_are_scaled(self) -> None:
+        scaling = LinearScaling(2.0)
+        model: Any = scratch.DecoderOnlyTransformer(11, 12, 3, 1, 16, rotary_scaling=scaling, device="meta")
+        assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+        assert model.layers[0].self_attn.rotary.scaling is scaling
 
     @pytest.mark.parametrize(
         ("arguments", "std"),
@@ -334,6 +348,7 @@ class TestErrors:
             ({"d_model": 15}, ValueError, "head_dim must be even and at least 2 (features turn in pairs), got 5"),
             ({"dim_feedforward": 0}, ValueError, "dim_feedforward must be greater than 0"),
             ({"activation": "silu"}, TypeError, "activation must be a function, got str"),
+            ({"pad_id": 2.5}, TypeError, "pad_id must be a whole number, got 2.5"),
             ({"pad_id": 11}, ValueError, "pad_id must be in 0 ... vocab_size - 1 = 10, got 11"),
             ({"end_id": -1, "pad_id": 0}, ValueError, "end_id must be in 0 ... vocab_size - 1 = 10, got -1"),
             ({"end_id": 3}, ValueError, "pad_id must be given where end_id is, to fill up rows that end, got end_id=3"),
@@ -383,10 +398,12 @@ class TestErrors:
             ({"temperature": 1.0, "top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),
             ({"temperature": 1.0, "top_p": 1.5}, "top_p must be greater than 0 and at most 1, got 1.5"),
             ({"top_k": 3}, "top_k and top_p need a temperature greater than 0"),
+            ({"top_p": 0.5}, "top_k and top_p need a temperature greater than 0"),
             ({"temperature": None}, "temperature must be a number, got None"),
             ({"temperature": 1.0, "top_p": "0.9"}, "top_p must be a number, got '0.9'"),
             ({"prompt_ids": IDS + 1}, "prompt_ids must hold ids in 0 ... vocab_size - 1 = 16, got 17 at [0, 6]"),
-            ({"prompt_ids": IDS.flip(1)}, "prompt_ids must be padded on the left"),
+            ({"prompt_ids": IDS.double()}, "prompt_ids must hold token ids as int64 or int32, got torch.float64"),
+            ({"prompt_ids": IDS.flip(1)[:, :6]}, "got a row that ends with pad_id = 0: row 1"),
         ],
     )
     def test_of_generating(self, package: str, call: Any, text: str) -> None:
@@ -427,6 +444,10 @@ def test_defaults_are_those_of_the_transformer_and_nothing_of_one_model_alone(pa
     given = inspect.signature(getattr(scratch, part)).parameters
     found = {name: x.default for name, x in given.items() if isinstance(x.default, bool | int | float | str)}
     assert found == {name: x for name, x in DEFAULTS.items() if name in found}
+
+
+def test_a_text_goes_on_for_64_tokens_by_default() -> None:
+    assert inspect.signature(scratch.DecoderOnlyTransformer.generate).parameters["max_len"].default == 64
 
 
 def test_the_model_is_in_both_packages() -> None:

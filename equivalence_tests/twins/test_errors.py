@@ -28,6 +28,7 @@ IN_TORCH = [case for case in ERROR_CASES if case.in_torch]
 # These take the process with them.
 DEADLY = {
     "scaled_dot_product_attention:_no_grouped_heads",
+    "scaled_dot_product_attention:_no_grouped_heads,_3-D",
     "scaled_dot_product_attention:_grouped_values_without_heads",
 }
 skip_if_deadly = pytest.mark.skipif(
@@ -166,6 +167,12 @@ def test_two_causal_masks_are_refused_in_torchs_words(attn_mask: Tensor, text: s
     q, k = torch.zeros(5, 11), torch.zeros(7, 11)
     with pytest.raises(ValueError, match=text):
         PACKAGES[package].scaled_dot_product_attention(q, k, k, attn_mask, is_causal=True)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_flex_attention_says_that_a_tensor_is_nested(package: str) -> None:
+    case = next(case for case in ERROR_CASES if str(case) == "flex_attention:_value_nested")
+    assert str(raised(PACKAGES[package], case)).endswith("got a nested tensor")
 
 
 def test_cases_have_names_of_their_own() -> None:

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,6 +141,14 @@ class TestValues:
             {"output": package.flex_attention(**inputs, block_mask=mask, enable_gqa=True)},
             {"output": package.flex_attention(**expanded, block_mask=mask, enable_gqa=True)},
         )
+
+    @EACH_PACKAGE
+    @pytest.mark.parametrize(("masked", "samples"), [(1, 1), (BATCH, 3)])
+    def test_other_samples_of_keys_are_refused(self, package: Any, masked: int, samples: int) -> None:
+        mask = package.create_block_mask(MASKS["causal"], masked, HEADS, QUERY_LEN, KEY_LEN, "cpu", 2)
+        inputs = {name: x if name == "query" else x[:1].repeat(samples, 1, 1, 1) for name, x in heads().items()}
+        with pytest.raises(ValueError, match=f"key must have the batch of query, {BATCH}, or 1 beside a block_mask"):
+            package.flex_attention(**inputs, block_mask=mask, enable_gqa=True)
 
     def test_a_single_query_obeys_its_block_mask(self) -> None:
         """As a step of decoding has it."""
@@ -415,8 +424,9 @@ def entries_of(*masks: Any) -> Iterator[tuple[Any, ...]]:
     attributes = [name for name in inspect.signature(flex.BlockMask).parameters if not name.startswith("dq_")]
     yield from ((name, *(getattr(mask, name) for mask in masks)) for name in attributes)
     if IS_RECENT:
-        both = zip(*(mask.as_tuple() for mask in masks), strict=True)
-        yield from ((place, *entries) for place, entries in enumerate(both))
+        for flatten in ({}, {"flatten": False}):
+            both = zip(*(mask.as_tuple(**flatten) for mask in masks), strict=True)
+            yield from ((place, *entries) for place, entries in enumerate(both))
 
 
 def assert_same_lists(actual: Any, expected: Any) -> None:
@@ -433,6 +443,10 @@ def assert_same_lists(actual: Any, expected: Any) -> None:
         assert actual.sparsity() == pytest.approx(expected.sparsity(), rel=1e-12)
     assert actual.numel() == expected.numel()
     assert torch.equal(actual.to_dense(), expected.to_dense())
+
+
+# How many columns each of two rows sees, and which.
+LISTS = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
 
 
 class TestBlockMasks:
@@ -511,14 +525,30 @@ class TestBlockMasks:
 
     @EACH_PACKAGE
     def test_lists_alone_are_enough(self, package: Any) -> None:
-        lists = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
-        mask = package.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=3)
+        mask = package.BlockMask.from_kv_blocks(*LISTS, BLOCK_SIZE=3)
         assert mask.shape == (1, 1, 6, 6)
         assert mask.to_dense().tolist() == [[[[0, 1], [1, 1]]]]
         assert mask.q_num_blocks.tolist() == [[[1, 2]]]
-        without = package.BlockMask.from_kv_blocks(*lists, *lists, BLOCK_SIZE=3, compute_q_blocks=False)
+        without = package.BlockMask.from_kv_blocks(*LISTS, *LISTS, BLOCK_SIZE=3, compute_q_blocks=False)
         assert without.q_indices is without.full_q_indices is None
         assert mask.mask_mod.__name__ == "noop_mask"
+
+    @pytest.mark.parametrize(
+        ("lists", "text"),
+        [
+            (([1], LISTS[1]), "kv_num_blocks must be a tensor, got list"),
+            ((LISTS[0], [1]), "kv_indices must be a tensor, got list"),
+            ((LISTS[0][0], LISTS[1][0]), "(batch, num_heads, rows, columns), got (1, 2) and (1, 2, 2)"),
+            ((LISTS[1], LISTS[1]), "(batch, num_heads, rows, columns), got (1, 1, 2, 2) and (1, 1, 2, 2)"),
+            ((*LISTS, LISTS[0], None), "full_kv_num_blocks and full_kv_indices must be given together"),
+            ((*LISTS, None, LISTS[1]), "full_kv_num_blocks and full_kv_indices must be given together"),
+            ((*LISTS, *LISTS[::-1]), "must fit together, got shapes (1, 1, 2, 2) and (1, 1, 2)"),
+        ],
+    )
+    def test_lists_that_do_not_fit_are_refused(self, lists: Any, text: str) -> None:
+        for make in (flex.BlockMask.from_kv_blocks, whole_block_mask):
+            with pytest.raises((ValueError, TypeError), match=re.escape(text)):
+                make(*lists)
 
     def test_many_blocks_stay_in_order_and_are_drawn_as_torch_draws_them(self) -> None:
         ours, theirs = (
@@ -693,5 +723,5 @@ def partial_lists(mask: Any, make: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **options: make(mask.kv_num_blocks, mask.kv_indices, **options)
 
 
-def whole_block_mask(num_blocks: Tensor, indices: Tensor, **options: Any) -> flex.BlockMask:
-    return flex.BlockMask((5, 7), num_blocks, indices, None, None, None, None, None, None, **options)
+def whole_block_mask(*lists: Any, **options: Any) -> flex.BlockMask:
+    return flex.BlockMask((5, 7), *lists, *[None] * (8 - len(lists)), **options)

@@ -1,6 +1,8 @@
 """Attention as a function: closed forms, a slow obvious implementation, and torch's MATH backend to the last bit."""
 
+import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -390,11 +392,29 @@ class TestSteps:
         assert same.data_ptr() == scores.data_ptr()
         assert_equal({"c": context, "w": same}, {"c": weights @ v, "w": weights}, relative_bound=0)
 
-    def test_scores_with_a_gradient_are_left_alone(self) -> None:
-        scores = random_tensor(3, 5, 7, seed=1).requires_grad_()
+    @pytest.mark.parametrize(("requires_grad", "enabled"), [*itertools.product([True, False], repeat=2)])
+    def test_scores_with_a_gradient_are_left_alone_and_others_are_not(self, requires_grad: bool, enabled: bool) -> None:
+        scores = random_tensor(3, 5, 7, seed=1).requires_grad_(requires_grad)
         before = scores.detach().clone()
-        softmax(scores).square().sum().backward()
-        assert torch.equal(scores, before)
+        with torch.set_grad_enabled(enabled):
+            weights = softmax(scores)
+        reused = not (requires_grad and enabled)
+        assert (weights.data_ptr() == scores.data_ptr()) == reused
+        assert torch.equal(scores, before) != reused
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.trace(_method)?` is deprecated:DeprecationWarning")
+    def test_the_door_says_nothing_while_it_is_traced(self) -> None:
+        q, k, v = heads().values()
+        traced = torch.jit.trace(lambda *given: scratch.scaled_dot_product_attention(*given), (q, k, v, MAY_ATTEND))
+        assert torch.equal(traced(q, k, v, MAY_ATTEND), scratch.scaled_dot_product_attention(q, k, v, MAY_ATTEND))
+
+    @pytest.mark.parametrize("attn_mask", [None, MAY_ATTEND], ids=["no", "plain"])
+    def test_torchs_causal_biases_are_not_imported_for_a_mask_that_is_none(
+        self, attn_mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.bias", None)
+        q, k, v = heads().values()
+        scratch.scaled_dot_product_attention(q, k, v, attn_mask)
 
     def test_blind_rows_are_nan_on_the_page_and_0_at_the_door(self) -> None:
         q, k, v = (x[0] for x in heads().values())

@@ -23,6 +23,7 @@ from equivalence_tests.instruments.side_by_side import (
     with_same_weights,
 )
 from equivalence_tests.instruments.weights import randomize_parameters
+from scratch import validation
 from scratch.decoding import KeyValueCache
 from scratch.grouped import Scoring, grouped_attention, who_may_attend
 
@@ -167,14 +168,15 @@ class TestBothPackages:
         assert attention.scale == 0.7
         assert isinstance(attention.q_norm, scratch.RMSNorm)
         assert isinstance(attention.k_norm, scratch.RMSNorm)
-        x, positions = random_tensor(2, 5, 12), torch.arange(3, 8)
-        q, k, _ = attention.project(x, 3)
-        for found, projection, norm in (
-            (q, attention.q_proj, attention.q_norm),
-            (k, attention.k_proj, attention.k_norm),
-        ):
-            split = projection(x).unflatten(-1, (-1, 4)).transpose(1, 2)
-            assert torch.equal(found, rotary(norm(split), positions))
+        x = random_tensor(2, 5, 12)
+        for first, place in ((3, (3,)), (0, ())):
+            q, k, _ = attention.project(x, *place)
+            for found, projection, norm in (
+                (q, attention.q_proj, attention.q_norm),
+                (k, attention.k_proj, attention.k_norm),
+            ):
+                split = projection(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+                assert torch.equal(found, rotary(norm(split), torch.arange(first, first + 5)))
 
     def test_free_functions_agree_on_a_mask_of_any_shape(self) -> None:
         q, k, v = random_tensor(2, 6, 5, 11), random_tensor(2, 3, 7, 11, seed=1), random_tensor(2, 3, 7, 11, seed=2)
@@ -333,6 +335,7 @@ class TestErrors:
         ("arguments", "error", "text"),
         [
             ({"num_heads": 0}, ValueError, "num_heads must be greater than 0, got num_heads=0"),
+            ({"num_key_heads": 0}, ValueError, "num_key_heads must be greater than 0, got num_key_heads=0"),
             ({"num_key_heads": 4}, ValueError, "divisible by num_key_heads, got num_heads=6 and num_key_heads=4"),
             ({"embed_dim": 13}, ValueError, "divisible by num_heads unless head_dim is given, got embed_dim=13"),
             ({"embed_dim": 12.0}, TypeError, "embed_dim must be a whole number, got 12.0"),
@@ -376,6 +379,11 @@ class TestErrors:
             PACKAGES[package].GroupedQueryAttention(12, 6)(**{"x": torch.ones(2, 5, 12), **call})
         assert text in str(caught.value)
 
+    def test_autocast_takes_what_is_not_of_the_dtype_of_the_weights(self, package: str) -> None:
+        attention, x = PACKAGES[package].GroupedQueryAttention(12, 6), torch.ones(2, 5, 12, dtype=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(x).shape == x.shape
+
     def test_a_mask_spans_the_tokens_of_the_cache(self, package: str) -> None:
         attention, cache, x = PACKAGES[package].GroupedQueryAttention(12, 6), KeyValueCache(), torch.ones(2, 5, 12)
         attention(x, cache=cache)
@@ -388,6 +396,7 @@ class TestNoGradientOfFlex:
         attention, x = builtin.GroupedQueryAttention(12, 6, soft_cap=1.0), torch.ones(2, 5, 12)
         with pytest.raises(ValueError, match=r"soft_cap=1.0 cannot be trained on the CPU with torch"):
             attention(x)
+        validation.check_flex_has_gradient(attention, x.to("meta"))
         attention.requires_grad_(False)
         assert attention(x).shape == x.shape
         with pytest.raises(ValueError, match="cannot be trained"):

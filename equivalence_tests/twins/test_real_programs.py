@@ -159,6 +159,20 @@ class TestLayers:
 
         assert_same(program)
 
+    @EACH_PACKAGE
+    def test_an_own_attention_gets_tensors_and_masks_that_can_be_a_bias(self, package: Any) -> None:
+        encoder, decoder = package.TransformerEncoderLayer(**SIZES), package.TransformerDecoderLayer(**SIZES)
+        encoder.self_attn, decoder.multihead_attn = TorchsSignature(), TorchsSignature()
+        for layer, call, text in (
+            (encoder, (embedded().long(), hidden_later()), "src must be floating beside a bool mask"),
+            (encoder, ([1.0],), "src must be a tensor, got list"),
+            (encoder, (embedded(), hidden_later().long()), "src_mask must be bool or floating"),
+            (encoder, (embedded(), None, padding().long()), "src_key_padding_mask must be bool or floating"),
+            (decoder, (embedded().float(), [1.0]), "memory must be a tensor, got list"),
+        ):
+            with pytest.raises(TypeError, match=f"^{text}"):
+                layer(*call)
+
     @EACH_KIND
     def test_a_wrapper_that_hides_the_attention_may_stand_in(self, kind: str) -> None:
         class Sharded(nn.Module):
@@ -338,7 +352,7 @@ class TestStacks:
     @EACH_PACKAGE
     def test_a_stack_without_layers_says_so_when_it_is_called(self, package: Any) -> None:
         model = package.Transformer(12, 2, 2, 0, 20, batch_first=True).double()
-        with pytest.raises(IndexError, match="num_layers must be greater than 0"):
+        with pytest.raises(IndexError, match=r"num_layers must be greater than 0 .* is out of range\)$"):
             model(embedded(7), embedded())
 
     @EACH_PACKAGE

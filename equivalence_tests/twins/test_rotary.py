@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -116,6 +117,7 @@ class TestRotation:
         x = random_tensor(LENGTH, HEAD_DIM)
         expected = PACKAGES[package].RotaryEmbedding(HEAD_DIM, pairing=pairing)(x)
         assert rotary.frequencies.is_meta
+        assert rotary(x.to("meta")).is_meta
         assert torch.equal(rotary.to_empty(device="cpu")(x), expected)
 
 
@@ -186,8 +188,7 @@ class TestScaling:
         assert NTKScaling(4.0)(2, 10000.0)[0].tolist() == [1.0]
 
     @pytest.mark.parametrize("truncate", [True, False])
-    @pytest.mark.parametrize("base", [10000.0, 150.0])
-    @pytest.mark.parametrize("max_len", [16, 64, 4096])
+    @pytest.mark.parametrize(("max_len", "base"), [*itertools.product([16, 64, 4096], [10000.0, 150.0]), (220, 7.0)])
     def test_yarn_blends_between_the_pairs_that_turn_often_and_seldom(
         self, max_len: int, base: float, truncate: bool
     ) -> None:
@@ -263,6 +264,7 @@ class TestScaling:
     @pytest.mark.parametrize(
         ("build", "text"),
         [
+            (lambda: rotary_frequencies(5), "head_dim must be even"),
             (lambda: LinearScaling(0.5), "factor must be at least 1 and finite, got 0.5"),
             (lambda: NTKScaling(math.inf), "factor must be at least 1 and finite, got inf"),
             (lambda: YaRNScaling(math.nan, 64), "factor must be at least 1 and finite, got nan"),
@@ -313,6 +315,7 @@ class TestErrors:
             (torch.ones(3, 4), torch.arange(2), ValueError, "broadcastable to (..., len) = (3,), got (2,)"),
             (torch.ones(3, 4), torch.ones(2, 3).int(), ValueError, "got (2, 3)"),
             (torch.ones(3, 4), torch.ones(3), TypeError, "positions must hold integers, got torch.float32"),
+            (torch.ones(3, 4), torch.ones(3, dtype=torch.complex64), TypeError, "got torch.complex64"),
             (torch.ones(3, 4), [0, 1, 2], TypeError, "positions must be a tensor, got list"),
         ],
     )

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 from torch.nn import functional as F
 
 import builtin
@@ -329,6 +330,12 @@ class TestCache:
             model.decode(tgt_ids, memory, src_ids, cache=[])
         with pytest.raises(ValueError, match="cache must have one entry for each of 3 layers, got 2"):
             model.decode(tgt_ids, memory, src_ids, cache=new_cache(2))
+
+    def test_one_layer_has_one(self) -> None:
+        model = build("scratch", num_decoder_layers=1)
+        src_ids, tgt_ids = draw_source(model), draw_target(model)
+        actual = model.decode(tgt_ids, model.encode(src_ids), src_ids, cache=new_cache(1))
+        assert_close(actual, model(src_ids, tgt_ids))
 
     def test_builtin_refuses_it_with_the_reason(self) -> None:
         model = build("builtin")
@@ -647,6 +654,17 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda m: m.generate(SRC_IDS, 3, 1, math.nan), ValueError, "length_penalty must be finite .* got nan"),
 ]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace(_method)?` is deprecated:DeprecationWarning")
+def test_a_trace_warns_of_a_single_new_token_alone() -> None:
+    """It decides whether a mask is needed, and what was traced with several has one."""
+    model = build("scratch").eval()
+    with pytest.warns(TracerWarning) as warned:
+        traced = torch.jit.trace(model, (draw_source(model), draw_target(model)), check_trace=False)
+    assert [Path(x.filename).name for x in warned if x.category is TracerWarning] == ["seq2seq.py"]
+    src_ids, tgt_ids = draw_source(model, 3, 4), draw_target(model, 3, 9)
+    assert_close(traced(src_ids, tgt_ids), model(src_ids, tgt_ids))
 
 
 class TestErrors:

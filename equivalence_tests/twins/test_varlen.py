@@ -1,6 +1,8 @@
 """Packed sequences: each attends as it would alone, or padded beside the others, forwards and backwards."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import builtin
 import scratch
 from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import assert_equal, outputs_and_gradients, random_tensor
-from scratch import masks, score_functions
+from scratch import masks, score_functions, validation
 from scratch.varlen import AuxRequest
 
 QUERY_LENGTHS, KEY_LENGTHS = (5, 2, 0, 3), (7, 2, 4, 11)
@@ -131,6 +133,10 @@ class TestEdges:
         assert all(x.isfinite().all() for x in gradients)
         assert not gradients[0][blind].any()
 
+    def test_no_tokens_have_no_context(self) -> None:
+        nothing, cu_seq = random_tensor(0, 2, 3), torch.zeros(2).int()
+        assert scratch.varlen_attn(nothing, nothing, nothing, cu_seq, cu_seq, 0, 0).shape == (0, 2, 3)
+
     def test_the_log_sum_exp_has_the_heads_first_and_is_not_rounded_to_half(self) -> None:
         _, lse = scratch.varlen_attn(**packed(torch.bfloat16), **arguments(return_aux=AuxRequest(lse=True)))
         assert (lse.shape, lse.dtype) == ((HEADS, sum(QUERY_LENGTHS)), torch.float32)
@@ -187,6 +193,20 @@ class TestLimits:
                 call(**packed(torch.float16, HEADS), **given)
         with pytest.raises(ValueError, match=r"must be float16 or bfloat16 on CUDA.*got torch.float16 on cpu"):
             builtin.varlen_attn(**packed(torch.float16), **arguments())
+
+    @pytest.mark.parametrize(
+        ("device", "dtype", "taken"),
+        [
+            ("cuda", torch.float16, True),
+            ("cuda", torch.bfloat16, True),
+            ("cuda", torch.float32, False),
+            ("cpu", torch.float16, False),
+        ],
+    )
+    def test_torchs_kernel_takes_half_precision_on_cuda(self, device: str, dtype: torch.dtype, taken: bool) -> None:
+        query: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        with nullcontext() if taken else pytest.raises(NotImplementedError):
+            validation.check_varlen_on_device(query)
 
     @pytest.mark.parametrize("name", ["seqused_k", "block_table", "num_splits"])
     def test_scratch_refuses_what_is_for_torchs_kernel(self, name: str) -> None:

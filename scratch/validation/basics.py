@@ -183,7 +183,6 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
         raise ArgumentTypeError(f"{name} must be a floating dtype, got {dtype}")
 
 
-@quiet_while_tracing
 def check_positive(**sizes: int) -> None:
     """Require whole numbers of at least 1."""
     check_whole(**sizes)

@@ -116,8 +116,6 @@ def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
         raise ArgumentTypeError(
             f"block_mask must be a BlockMask, as create_block_mask makes it, got {type(block_mask).__name__}"
         )
-    if block_mask.mask_mod is sliced_mask_mod:
-        sliced_mask_mod()
     expected = query.size(0), query.size(1), query.size(2), key.size(2)
     found = tuple(block_mask.shape)
     if found[2:] != expected[2:]:

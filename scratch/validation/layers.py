@@ -74,14 +74,12 @@ def _check_sublayer(
     if getattr(attention.forward, "__module__", None) in TORCHS_FORWARD:
         check_attention_inputs(attention, (query, memory, memory), given, cache=cache, names=names)
         return
-    check_tensor(names.query, query)
-    check_tensor(names.key, memory)
+    check_tensor(names.key, memory)  # the query is the memory too, or was one in the self-attention
     for name, mask in ((names.attn_mask, given[0]), (names.key_padding_mask, given[1])):
         if mask is not None:
             check_mask_dtype(name, mask)
 
 
-@quiet_while_tracing
 def check_stack_input(
     name: str, x: Tensor, attn_mask: Tensor | None, mask_name: str, key_padding_mask: Tensor | None
 ) -> None:

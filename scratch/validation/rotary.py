@@ -8,6 +8,7 @@ from torch import Tensor
 from scratch.validation.basics import (
     ArgumentTypeError,
     ArgumentValueError,
+    check_integer,
     check_number,
     check_positive,
     check_positive_number,
@@ -77,9 +78,7 @@ def check_rotary_inputs(x: Tensor, positions: Tensor | None, head_dim: int) -> N
         raise ArgumentValueError(f"x must have shape (..., len, head_dim) with head_dim = {head_dim}, got {shape(x)}")
     if positions is None:
         return
-    check_tensor("positions", positions)
-    if positions.is_floating_point() or positions.is_complex():
-        raise ArgumentTypeError(f"positions must hold integers, got {positions.dtype}")
+    check_integer("positions", positions)
     tokens = tuple(x.shape[:-1])
     aligned = zip(reversed(positions.shape), reversed(tokens), strict=False)
     if positions.dim() > len(tokens) or any(size not in (1, expected) for size, expected in aligned):

@@ -57,7 +57,7 @@ def check_relative_bias(table: Tensor) -> None:
     """Require a floating number for each head and each distance, on both sides of 0."""
     _check_floating_tensor("table", table)
     check_dim("table", table, 2)
-    if table.size(-1) % 2 == 0:
+    if table.size(1) % 2 == 0:
         raise ArgumentValueError(
             f"table must have 2 * m + 1 columns, one for each distance from -m to m, got shape {shape(table)}"
         )
@@ -71,7 +71,7 @@ def check_sinks(context: Tensor, lse: Tensor, sinks: Tensor) -> None:
         raise ArgumentValueError(
             f"lse must have the shape of context without its last axis, {shape(context.shape[:-1])}, got {shape(lse)}"
         )
-    if lse.dim() < 2 or sinks.shape != lse.shape[-2:-1]:
+    if sinks.dim() != 1 or sinks.shape != lse.shape[-2:-1]:
         raise ArgumentValueError(
             f"sinks must have one number for each head, as lse has them in front of the queries in {shape(lse)}, got "
             f"shape {shape(sinks)}"

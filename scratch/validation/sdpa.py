@@ -130,7 +130,7 @@ def _check_sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor, leading: Seq
             f"{attn_mask.dtype}; turn 0/1 masks into bool with attn_mask.bool()"
         )
     expected = (*leading, query.size(-2), key.size(-2))
-    if len(attn_mask.shape) > len(expected) or _broadcast(attn_mask.shape, expected) != expected:
+    if _broadcast(attn_mask.shape, expected) != expected:
         raise ArgumentValueError(
             f"attn_mask must be broadcastable to (..., query_len, key_len) = {expected}, got {shape(attn_mask)}"
         )

@@ -155,7 +155,6 @@ def check_generate(model: Any, src_ids: Tensor, max_len: int, beam_size: int, le
     """Check what a token-level model generates from. This reads the ids, and so waits for the device."""
     check_source(model, src_ids)
     check_ids_in_vocabulary("src_ids", src_ids, "src_vocab_size", model.src_embedding.num_embeddings)
-    check_decoding(model.end_id, model.pad_id, max_len)
     check_beams(beam_size, length_penalty)
     if max_len > model.positional_encoding.max_len:
         raise ArgumentValueError(
@@ -215,8 +214,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         check_positive(top_k=top_k)
     if top_p is not None:
         check_number(top_p=top_p)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ArgumentValueError(f"top_p must be greater than 0 and at most 1, got {top_p}")
+        if not 0 < top_p <= 1:
+            raise ArgumentValueError(f"top_p must be greater than 0 and at most 1, got {top_p}")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise ArgumentValueError(
             f"top_k and top_p need a temperature greater than 0, because nothing is drawn without, got top_k={top_k} "

@@ -11,7 +11,6 @@ from scratch.validation.basics import (
     ArgumentUnsupportedError,
     ArgumentValueError,
     check_dim,
-    check_not_negative,
     check_tensor,
     check_whole,
     shape,
@@ -34,7 +33,6 @@ def check_varlen_attn(
     _check_packed(query, key, value)
     check_grouped_heads(query, key, 1, enable_gqa)
     check_whole(max_q=max_q, max_k=max_k)
-    check_not_negative(max_q=max_q, max_k=max_k)
     check_request(return_aux)
     _check_window_size(window_size)
     for name, cu_seq in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):

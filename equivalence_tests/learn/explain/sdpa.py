@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.explain.entry import FLEX, SDPA, VARLEN, Explanation, drawn
 from scratch import functional, masks, scaled_dot_product_attention
+from scratch.sdpa import usual_scale
 
 __all__ = ["EXPLANATIONS"]
 
@@ -125,7 +126,7 @@ EXPLANATIONS = (
         "The factor on the scores before the softmax. It defaults to 1 / sqrt(head_dim), which keeps their spread "
         "near 1 whatever the width. The greater it is, the more a query settles on its best key.",
         (
-            Place(scaled_dot_product_attention, "scale = 1 / math.sqrt"),
+            Place(usual_scale, "1 / math.sqrt"),
             Place(functional.attention, "scores = (q * scale) @"),
         ),
         scaled,

@@ -305,7 +305,7 @@ class SdpaScaledTwice(Trap):
     expects = "The call replaces the two products and the softmax, and nothing else."
     happens = "The output differs: the scores are divided by sqrt(head_dim) a second time, so the weights are flatter."
     why = "scale=None means 1 / sqrt(head_dim). It is a factor, so scale=sqrt(head_dim) would be wrong too."
-    places = (Place(sdpa.scaled_dot_product_attention, "scale = 1 / math.sqrt"),)
+    places = (Place(sdpa.usual_scale, "1 / math.sqrt"),)
     instead = "Pass scale=1.0 with scaled queries, or do not scale them yourself."
     issues = ("huggingface/transformers#38277",)
     since = "2.0"
