@@ -30,7 +30,7 @@ from equivalence_tests.checker.engine.visibility import (
     triangle_of,
     width_of_blocks,
 )
-from equivalence_tests.checker.engine.vocabulary import WEIGHS
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.construction import built_with, prepare
 from equivalence_tests.checker.reach.errors import said
@@ -208,7 +208,7 @@ def _zeroing(run: Run, numbers: Collection[int]) -> Iterator[tuple[Operation, Te
     for operation, _, after in run.names.carrying(numbers):
         taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
         before = next(taken, after)
-        if bool(((after == 0) & (before != 0)).any()):
+        if operation.name not in CONTRACTIONS and bool(((after == 0) & (before != 0)).any()):
             yield operation, after[after != 0] / before[after != 0], after.numel()
 
 
