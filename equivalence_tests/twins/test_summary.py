@@ -50,3 +50,17 @@ def test_both_packages_give_the_same_rows_and_a_shared_matrix_counts_once() -> N
     ours, theirs = (list(parameter_rows(model)) for model in models)
     assert ours == theirs
     assert sum(row.total for row in ours) == sum(p.numel() for p in models[0].parameters())
+
+
+def test_a_layer_has_a_row_for_each_part_with_parameters() -> None:
+    layer = scratch.TransformerEncoderLayer(12, 3, 20)
+    layer.self_attn = scratch.MultiheadAttention(12, 3, add_bias_kv=True)
+    assert [(row.path, row.kind, row.weights, row.biases) for row in parameter_rows(layer)] == [
+        *((f"self_attn.{name}", "projection", 144, 12) for name in "qkv"),
+        ("self_attn.bias_kv", "learnt token", 24, 0),
+        ("self_attn.out_proj", "Linear", 144, 12),
+        ("linear1", "Linear", 240, 20),
+        ("linear2", "Linear", 240, 12),
+        ("norm1", "LayerNorm", 12, 12),
+        ("norm2", "LayerNorm", 12, 12),
+    ]

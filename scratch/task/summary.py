@@ -8,8 +8,6 @@ from torch import nn
 
 __all__ = ["ParameterRow", "parameter_rows"]
 
-BIAS_NAMES = ("bias", "in_proj_bias", "bias_k", "bias_v")
-
 
 @dataclass(frozen=True)
 class ParameterRow:
@@ -59,7 +57,7 @@ def parameter_rows(model: nn.Module) -> Iterator[ParameterRow]:
         if hasattr(module, "in_proj_weight"):
             yield from _attention_rows(path, module, own)
         elif own:
-            biases = sum(p.numel() for name, p in own.items() if name in BIAS_NAMES)
+            biases = sum(p.numel() for name, p in own.items() if name == "bias")
             kind = (
                 "Linear" if isinstance(module, nn.Linear) else type(module).__name__
             )  # torch.nn has a private subclass
