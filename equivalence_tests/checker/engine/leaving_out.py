@@ -86,9 +86,11 @@ class Repair:
 
     @property
     def written(self) -> tuple[str, str]:
-        """The expression, and what takes its place, as they are written; "" where that is not known."""
+        """The expression, or else its last operation, and what takes its place; "" where that is not known."""
         one = self.left_out[0]
-        return one.place.text, operand_in(one.place.text, one.position) if one.taking == one.place else ""
+        return one.place.text or self.operation.name, operand_in(
+            one.place.text, one.position
+        ) if one.taking == one.place else ""
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function without the expression."""

@@ -117,6 +117,11 @@ class Call:
         args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_leaf)
         return args, kwargs, replaced
 
+    def redrawn(self, seed: int | None) -> "Call":
+        """The same call with other numbers for the arguments that hold data; with its own for None."""
+        args, kwargs, _ = self.fresh(seed)
+        return Call(self.function, args, kwargs, self.module)
+
 
 @dataclass(eq=False)
 class Examination:

@@ -80,4 +80,6 @@ REDUCES = words(
 )
 NORMS = words("layer_norm rms_norm group_norm normalize instance_norm batch_norm local_response_norm")
 SOFTMAXES = words("softmax safe_softmax log_softmax softmin gumbel_softmax")
+# What is no function of each number alone.
+MIXES = MOVES | REDUCES | NORMS | SOFTMAXES | CONTRACTIONS | words("cumsum cumprod cummax cummin logcumsumexp sort")
 WEIGHS = SOFTMAXES | words("exp exp2 sigmoid")

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.meaning import SIZES
 from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio
-from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MOVES, NORMS, REDUCES, SOFTMAXES
+from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MIXES, REDUCES, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 
 ALIKE = 1e-3  # of sizes that a norm or a rotation leaves, relative
+FACTOR = "it is a constant factor"
 SETTING = re.compile(r"\bself\.(\w+)")
 
 
@@ -38,6 +39,8 @@ class Doubt:
         if out.shape != instead.shape:
             return self._asked_for()
         of_values = of_its_values(out, instead) or self._rounds(out, instead)
+        if of_values == FACTOR and any(one.name in REDUCES for one in self.repair.parts):
+            of_values = ""  # a number that is made of the data is no constant
         return self._asked_for() or self._adds_what_is_there() or of_values or self._acts()
 
     def _asked_for(self) -> str:
@@ -74,8 +77,7 @@ class Doubt:
             storage_of(x.tensor) for one in self.repair.parts for x in one.outputs
         }
         alone = all(
-            one.name not in MOVES | REDUCES | SOFTMAXES | NORMS | CONTRACTIONS
-            and all(storage_of(x.tensor) in known for x in one.inputs)
+            one.name not in MIXES and all(storage_of(x.tensor) in known for x in one.inputs)
             for one in self.repair.parts
         )
         return "it is an activation" if weighed and alone else ""
@@ -103,7 +105,7 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
     if bool((out == out.flatten()[0]).all()):
         return ""
     if (factor := constant_ratio(out, instead)) is not None:
-        return "it is a constant factor" if factor > 0 else ""
+        return FACTOR if factor > 0 else ""
     apart, ratio = out - instead, torch.where(instead == 0, 1.0, out / instead)
     if bool((apart[apart != 0] <= -HIDING).all()):
         return "it hides keys"
@@ -113,13 +115,18 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
         and any(_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
     ):
         return "it depends on positions alone"
-    for axis in (-1, -2):
-        sizes = [torch.linalg.vector_norm(out, dim=axis), out.std(dim=axis)]
-        if out.dim() > 1 and any(float(x.std() / x.mean().abs().clamp_min(1e-30)) < ALIKE for x in sizes):
+    for axis in (-1, -2) if out.dim() > 1 else ():
+        if _is_normal(out, axis) and not _is_normal(instead, axis):
             return "it normalises"
     turned = bool((out < 0).any()) and torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=1e-9)
     moved = torch.allclose(out.flatten().sort().values, instead.flatten().sort().values)
-    return "it rotates" if turned and not moved else ""
+    return "it rotates" if turned and not moved and not torch.allclose(out.abs(), instead.abs()) else ""
+
+
+def _is_normal(what: Tensor, axis: int) -> bool:
+    """Whether all vectors along an axis are of one size."""
+    sizes = [torch.linalg.vector_norm(what, dim=axis), what.std(dim=axis)]
+    return any(float(x.std() / x.mean().abs().clamp_min(1e-30)) < ALIKE for x in sizes)
 
 
 def _is_same(what: Tensor, axis: int) -> bool:

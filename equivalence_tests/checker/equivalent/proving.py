@@ -16,18 +16,21 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import Plain
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
-from equivalence_tests.checker.reporting.findings import Proof
+from equivalence_tests.checker.reporting.findings import ROUNDING, Proof
 
 INPUTS = 20
 NOT_ITS_SIZE = (RuntimeError, IndexError)  # a program by names alone may be of other sizes
 
 
-def proven(module: nn.Module | None, gaps: Callable[[int], tuple[float, float]]) -> Proof | None:
+def proven(
+    module: nn.Module | None, gaps: Callable[[int], tuple[float, float]], rounding: float = ROUNDING
+) -> Proof | None:
     """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
 
     Args:
         module: Holds the parameters.
         gaps: Gives both for the inputs of a seed.
+        rounding: The greatest difference that is rounding.
 
     Returns:
         None where they prove nothing, or the program is of other sizes.
@@ -38,7 +41,7 @@ def proven(module: nn.Module | None, gaps: Callable[[int], tuple[float, float]])
             errors, without = map(max, zip(*map(gaps, range(1, INPUTS + 1)), strict=True))
         except NOT_ITS_SIZE:
             return None
-    proof = Proof(errors, without, INPUTS)
+    proof = Proof(errors, without, INPUTS, max(rounding, ROUNDING))
     return proof if proof.holds else None
 
 

@@ -24,8 +24,7 @@ from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
-from equivalence_tests.checker.layers.whole_locating import locate_in_whole
-from equivalence_tests.checker.layers.wholes import Whole, hold_whole
+from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
     held,
     joined_output,
 )
+from equivalence_tests.checker.equivalent.search import Search, rest_of_module
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.masks import Mask
@@ -33,6 +34,8 @@ from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
+
+WORDS = "a Transformer of torch's parts", "one"
 
 
 @dataclass
@@ -189,3 +192,25 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
     return True
+
+
+def locate_in_whole(report: Report, whole: Whole) -> None:
+    """Look for an expression without which a whole is made of torch's parts.
+
+    Args:
+        report: Could not be checked; receives the finding with its proof, or the line in its reason.
+        whole: What was followed.
+    """
+    inside = {id(m) for path in whole.kinds for m in whole.module.get_submodule(path).modules()}
+    calls, sizes = whole.calls, whole.calls.sizes
+    search = Search(lambda seed: calls.drawn(sizes[seed % 2], 40 + seed), joined_output, WORDS, True, inside)
+    search.locate(report, rest_of_module(search, partial(_program, report, whole)), whole.intended)
+
+
+def _program(report: Report, whole: Whole) -> Equivalent | None:
+    """Give the program of a whole as it is now; None where it does not agree, or a step is not intended."""
+    other = replace(whole, steps=(), runs={}, why="")
+    if not other.is_explained(report):
+        return None
+    found = other.equivalent()
+    return found if other.is_explained(report) else None

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,21 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.part_holding import first_output
+from equivalence_tests.checker.equivalent.search import Search, rest_of_module
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
-from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions
+from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions, module_cases, weights_of
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_readings
 from equivalence_tests.checker.parts.position_calls import placements
+from equivalence_tests.checker.parts.position_writing import cases_of
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
-from equivalence_tests.checker.parts.readings import Observation, judge
+from equivalence_tests.checker.parts.readings import Observation, is_right, judge
 from equivalence_tests.checker.reach.arguments import SIZES
 from equivalence_tests.checker.reach.construction import build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
@@ -78,7 +83,8 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
 def _examine_instance(subject: Subject, kind: str, where: str, errors: list[str]) -> Report | None:
     torch.set_default_dtype(torch.float64)
     if kind == "positional_encoding":
-        return _examine_positions(subject, where)
+        module = None if subject.module is None else prepare(subject.copied())
+        return _examine_positions(module, subject, where)
     width = subject.sizes.embed_dim
     if subject.module is not None:
         return _examine_module(subject.copied(), subject, kind, where, errors)
@@ -87,7 +93,10 @@ def _examine_instance(subject: Subject, kind: str, where: str, errors: list[str]
     return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
 
 
-def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, errors: list[str]) -> Report | None:
+def _examine_module(
+    module: nn.Module, subject: Subject, kind: str, where: str, errors: list[str], right: bool = False
+) -> Report | None:
+    """Check a norm or a feed-forward; only whether it is a right one, if that is asked."""
     prepare(module)
     norm, width = kind == "layer_norm", subject.sizes.embed_dim
     if norm and all(p.numel() == 1 for p in module.parameters()):
@@ -102,7 +111,7 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     given = x.mT.contiguous() if features_first else x.clone()
     readings = norm_readings(module, width) if norm else feed_forward_readings(module, given)
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if features_first else ()
-    readings = (reading.beside(rows) for reading in readings)
+    readings = (reading.beside(rows) for reading in readings if is_right(reading) or not right)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
     report = Report(subject.name, words)
     try:
@@ -110,11 +119,24 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     except RuntimeError as error:
         again = f"{subject.name} was called, and cannot be called again: {said(error)}{raised_at(error)}"
         raise CannotCheckError(again) from error
-    if report.verdict == "unchecked":
-        _explain(report, module, call, x, words)
-        return report
+    if report.verdict == "unchecked" and not right:
+        calls = [case.call for case in module_cases(module, width, features_first)]
+        examine = partial(_examine_module, module, subject, kind, where, [], right=True)
+        _explain(report, module, call, x, partial(_located, report, subject, calls, examine))
     hold_module(judged, subject, module, width, features_first)
     return report
+
+
+def _located(report: Report, subject: Subject, calls: Sequence[Call], examine: Callable[[], Report | None]) -> bool:
+    """Find the line that keeps a part from being what it is called."""
+    words = "an RMSNorm" if report.kind == "RMSNorm" else f"a {report.kind}", "one"
+    search = Search(lambda seed: calls[seed % len(calls)].redrawn(seed), first_output, words, True)
+
+    def read() -> Equivalent | None:
+        again = examine()
+        return None if again is None else again.equivalent
+
+    return search.locate(report, rest_of_module(search, read, weights_of(search.module)), subject.adapter.intended)
 
 
 def _on_tokens(module: nn.Module, features_first: bool) -> Callable[[Tensor], Tensor | None]:
@@ -128,9 +150,15 @@ def _on_tokens(module: nn.Module, features_first: bool) -> Callable[[Tensor], Te
     return call
 
 
-def _explain(report: Report, module: nn.Module, call: Callable[[Tensor], Tensor | None], x: Tensor, words: str) -> None:
+def _explain(
+    report: Report,
+    module: nn.Module,
+    call: Callable[[Tensor], Tensor | None],
+    x: Tensor,
+    located: Callable[[], bool],
+) -> None:
     """Say why no reading fits, as far as that is known."""
-    named = words != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
+    named = report.kind != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
     other = x.clone()
     other[0, 0] *= torch.linspace(-2, 2, x.size(-1))
     before, again, after = (next(tensors_in(attempt(partial(call, one))), x[:0]) for one in (x, x, other))
@@ -138,10 +166,12 @@ def _explain(report: Report, module: nn.Module, call: Callable[[Tensor], Tensor 
         stack = code_lines(frames_where("dropout", operations_of(partial(call, x))))
         report.verdict, report.reason = "deviates", ""
         report.findings = [found_mistake("random_in_eval", stack=stack, evidence="it was called twice")]
+    elif located():
+        return
     elif not torch.allclose(before[:1, 1:], after[:1, 1:], rtol=1e-4, atol=1e-6):
         report.verdict = "deviates" if named else "unchecked"
         report.reason = (
-            f"It mixes tokens: its output for one changes with another, while a {words} treats each on its own."
+            f"It mixes tokens: its output for one changes with another, while a {report.kind} treats each on its own."
         )
     elif named and _leaves_sizes(module, x):
         evidence = "called on random tokens, with all gains one and all biases zero"
@@ -161,23 +191,25 @@ def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
     return bool(sizes.max() > 1.1 * sizes.min())
 
 
-def _examine_positions(subject: Subject, where: str) -> Report | None:
-    """Try every place where its table can be found."""
-    module = None if subject.module is None else prepare(subject.copied())
+def _examine_positions(module: nn.Module | None, subject: Subject, where: str, right: bool = False) -> Report | None:
+    """Try every place where its table can be found; only whether it is a right one, if that is asked."""
     unmatched = None
     for placement in placements(subject, module or subject.function):
         width = placement.observations[0][1].size(-1)
         known = rotary_readings if placement.rotated else position_readings
         found = (placement.words, placement.mistakes, placement.notes)
-        readings = (reading.beside(*found) for reading in known(module, width))
+        readings = (one.beside(*found) for one in known(module, width) if is_right(one.beside(*found)) or not right)
         report = Report(subject.name, "positional encoding")
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
         judged = judge(report, readings, placement.observations, calls, where)
         if report.verdict != "unchecked":
             hold_positions(judged, subject, placement, module or subject.function)
             return report
-        unmatched = unmatched or report
-    return unmatched
+        unmatched = unmatched or (report, placement)
+    if unmatched is not None and module is not None and not right:
+        compared = [case.call for case in cases_of(unmatched[1], module)]
+        _located(unmatched[0], subject, compared, partial(_examine_positions, module, subject, where, right=True))
+    return None if unmatched is None else unmatched[0]
 
 
 def _constructed(module: nn.Module) -> None:

@@ -85,11 +85,12 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
         return
     shared = "in torch's program each place has a copy of its own, and training would part them"
     report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
-    if len(tensors_of(attempt(partial(module, next(_cases(module, width, features_first, source)).call.args[0])))) > 1:
+    first = next(module_cases(module, width, features_first, source)).call
+    if len(tensors_of(attempt(partial(module, *first.args)))) > 1:
         report.coverage.append(Exercise("what else comes back", False, "only the first tensor was compared"))
-    part = WrittenPart(writer.equivalent(source, source_of(subject.function)), _weights(module))
+    part = WrittenPart(writer.equivalent(source, source_of(subject.function)), weights_of(module))
     tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
-    hold_part(report, part, _cases(module, width, features_first, source), tolerance=tolerance)
+    hold_part(report, part, module_cases(module, width, features_first, source), tolerance=tolerance)
 
 
 def _signature(module: nn.Module) -> tuple[str, bool]:
@@ -101,11 +102,12 @@ def _signature(module: nn.Module) -> tuple[str, bool]:
     return f"{first.name if first is not None and named else 'x'}: Tensor", False
 
 
-def _weights(module: nn.Module) -> tuple[str, ...]:
+def weights_of(module: nn.Module | None) -> tuple[str, ...]:
+    """Name the arguments of a function that are its weights, by the names under which a module holds them."""
     return module.names if isinstance(module, FunctionModule) else ()
 
 
-def _cases(module: nn.Module, width: int, features_first: bool, source: str) -> Iterator[Case]:
+def module_cases(module: nn.Module, width: int, features_first: bool, source: str = "") -> Iterator[Case]:
     """List the calls that are compared; of a function with other values of what it is given as numbers too."""
     generator = torch.Generator().manual_seed(11)
     others = {}

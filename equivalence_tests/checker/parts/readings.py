@@ -60,6 +60,11 @@ class PartReading:
         )
 
 
+def is_right(reading: PartReading) -> bool:
+    """Whether a reading has no mistake, but for what nobody writes by mistake."""
+    return INTENDED.keys() >= {*reading.mistakes}
+
+
 @dataclass(frozen=True)
 class Judged:
     """What is said of a part, and how it was read.

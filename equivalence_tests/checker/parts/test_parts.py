@@ -15,7 +15,12 @@ from equivalence_tests.checker.parts import checking
 from equivalence_tests.checker.parts.readings import Judged, judge
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
-from equivalence_tests.checker.zoo.parts import GainBiasLayerNorm, LinearFeedForward, PaperFeedForward
+from equivalence_tests.checker.zoo.parts import (
+    GainBiasLayerNorm,
+    LinearFeedForward,
+    PaperFeedForward,
+    PaperPositionalEncoding,
+)
 
 
 def row(report: Report, what: str) -> str:
@@ -109,12 +114,15 @@ class ShuffledFeedForward(PaperFeedForward):
     """Nothing that is known."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w_2(self.w_1(x).relu().cumsum(-1))
+        return self.w_2(self.w_1(x).sin().cumsum(-1))
+
+
+class TanhFeedForward(PaperFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
 
 
 class CubedNorm(GainBiasLayerNorm):
-    """Nothing that is known."""
-
     def normalised(self, x: Tensor) -> Tensor:
         return super().normalised(x) ** 3
 
@@ -456,7 +464,7 @@ def test_what_the_code_said_to_the_calls_of_a_part_is_told() -> None:
     assert re.search(r"it said RuntimeError: Expected one of cpu.*\(\S*test_parts.py:\d+\)", reason), reason
 
 
-@pytest.mark.parametrize("found", [ShuffledFeedForward, CubedNorm, lambda: ShuffledFeedForward(8, 32)])
+@pytest.mark.parametrize("found", [ShuffledFeedForward, lambda: ShuffledFeedForward(8, 32)])
 def test_what_fits_nothing_is_given_up_soon(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
 
@@ -465,8 +473,49 @@ def test_what_fits_nothing_is_given_up_soon(found: Any, monkeypatch: pytest.Monk
         return judge(report, *rest)
 
     monkeypatch.setattr(checking, "judge", counted)
+    monkeypatch.setattr(checking, "_located", lambda *_: False)  # it reads it again without each expression
     assert verify(found).verdict == "unchecked"
     assert max(judged.count(kind) for kind in judged) <= checking.MOST_OBSERVED, judged
+
+
+class RolledFeedForward(PaperFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.roll(1, -1))
+
+
+def layer_norm_with_turned_bias(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() + beta.flip(0)
+
+
+class TurnedPositions(PaperPositionalEncoding):
+    pe: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[: x.size(1)].flip(-1)
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "line"),
+    [
+        (CubedNorm, "changed_by_pow", "return super().normalised(x) ** 3"),
+        (RolledFeedForward, "changed_by_roll", "return super().forward(x.roll(1, -1))"),
+        (layer_norm_with_turned_bias, "changed_by_flip", "beta.flip(0)"),
+        (TurnedPositions, "changed_by_flip", "return x + self.pe[: x.size(1)].flip(-1)"),
+    ],
+)
+def test_the_line_that_keeps_a_part_from_being_one_is_blamed(found: Any, name: str, line: str) -> None:
+    report = verify(found)
+    assert report.mistakes == (name,), str(report)
+    (finding,) = report.findings
+    assert finding.line is not None
+    assert finding.line.text.endswith(line)
+    assert finding.proof is not None
+    assert finding.proof.holds
+
+
+def test_what_may_be_intended_in_a_part_is_named_and_not_blamed() -> None:
+    reason = verify(TanhFeedForward).reason
+    assert re.search(r"in line \d+ it is a feed forward to .* It may be intended: it is an activation", reason), reason
 
 
 class FeedForwardAfterNorm(PaperFeedForward):

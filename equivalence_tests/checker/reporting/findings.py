@@ -33,16 +33,18 @@ class Proof:
             largest value.
         without: The same with every other finding put right, but not this one.
         inputs: On how many fresh inputs.
+        rounding: The greatest difference that is rounding: more where a part computes in float32.
     """
 
     error: float
     without: float
     inputs: int
+    rounding: float = ROUNDING
 
     @property
     def holds(self) -> bool:
         """Whether it proves anything: rounding with it, and a difference far above rounding without it."""
-        return self.error < ROUNDING < ABOVE_ROUNDING < self.without
+        return self.error < self.rounding < ABOVE_ROUNDING / ROUNDING * self.rounding < self.without
 
 
 @dataclass(frozen=True)

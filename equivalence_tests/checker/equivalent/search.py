@@ -1,0 +1,203 @@
+"""Search for the line that keeps code from being torch's: leave one expression out after the other, and prove it."""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.leaving_out import Repair, Without
+from equivalence_tests.checker.engine.running import Call, named_tensors
+from equivalence_tests.checker.equivalent.comparing import difference_of
+from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
+from equivalence_tests.checker.equivalent.proving import proven
+from equivalence_tests.checker.reach.state import ask, attempt, keeping_state
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding, Proof
+from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.report import Report
+
+MOST_TRIED, MOST_OPERATIONS = 40, 600
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Torch's program of code without an expression.
+
+    Args:
+        written: The program.
+        computed: Gives its numbers for the inputs of a seed.
+        rounding: The greatest difference that is rounding.
+        doubt: Why the expression may be intended; "" where nothing says so.
+    """
+
+    written: Equivalent
+    computed: Callable[[int], Tensor]
+    rounding: float
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched.
+
+    Args:
+        drawn: Gives a call with the inputs of a seed.
+        output: Finds what is compared in what comes back.
+        words: What an expression is no part of, and what the code is without it.
+        within: Whether attentions are parts of it: any expression may then stand behind one.
+        fixed: The ids of the modules whose expressions stay.
+    """
+
+    drawn: Callable[[int], Call]
+    output: Callable[[Any], Tensor]
+    words: tuple[str, str] = ("torch's attention", "torch's")
+    within: bool = False
+    fixed: Collection[int] = ()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What holds the parameters."""
+        return self.drawn(0).module
+
+    def locate(self, report: Report, rest: Callable[[Repair], Rest | None], intended: Mapping[str, str]) -> bool:
+        """Look for an expression without which the code is torch's.
+
+        Args:
+            report: Could not be checked; receives the finding with its proof, or the line in its reason.
+            rest: Reads the code without an expression; None where that is not torch's.
+            intended: What the user says is intended, by name, each with the reason.
+
+        Returns:
+            Whether there is one.
+        """
+        for repair, watched in self._repairs():
+            found = ask(partial(rest, repair)).value
+            proof = None if found is None else self._proof(repair, found)
+            if found is not None and proof is not None:
+                doubt = intended.get(name_of(repair), "") or found.doubt
+                doubt = doubt or Doubt(watched, repair, self.module, self.within).said()
+                self._say(report, repair, found, proof, doubt)
+                return True
+        return False
+
+    def _repairs(self) -> Iterator[tuple[Repair, Without]]:
+        """Give the expressions without which something else of the same shape comes back, with the run."""
+        call, module = self.drawn(0), self.module
+        held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+        args, kwargs, _ = call.fresh()
+        watched = Without([*held, *named_tensors(args, kwargs)])
+        returned, before = attempt(partial(watched.run, call.function, *args, **kwargs)), self._gives(call)
+        if before is None or len(watched.operations) > MOST_OPERATIONS:
+            return
+        ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
+        ordered = sorted(ours, key=lambda x: len(x.parts)) if self.within else ours
+        changing = (x for x in ordered if ABOVE_ROUNDING < _apart(before, self._gives(call, x)) < math.inf)
+        yield from ((repair, watched) for repair in itertools.islice(changing, MOST_TRIED))
+
+    def _gives(self, call: Call, repair: Repair | None = None) -> Tensor | None:
+        """What comes back, as it is or without an expression; None if the call fails."""
+        args, kwargs, _ = call.fresh()
+        run = call.function if repair is None else partial(repair.run, call.function)
+        with keeping_state(self.module):
+            return attempt(lambda: self.output(run(*args, **kwargs)).double())
+
+    def _proof(self, repair: Repair, rest: Rest) -> Proof | None:
+        """Show that the code gives torch's numbers without an expression, and does not with it; None if it does."""
+
+        def gaps(seed: int) -> tuple[float, float]:
+            call, want = self.drawn(seed), rest.computed(seed)
+            return _apart(want, self._gives(call, repair)), _apart(want, self._gives(call))
+
+        return proven(self.module, gaps, rest.rounding)
+
+    def _say(self, report: Report, repair: Repair, rest: Rest, proof: Proof, doubt: str) -> None:
+        """Blame an expression, or name it where it may be intended."""
+        name, lines = name_of(repair), code_lines(repair.operation.frames)
+        if doubt:
+            said, kept = repair.written
+            change = f"With {kept} in the place of {said}" if kept else f"Without {said}"
+            report.reason += (
+                f" {change} in line {lines[-1].number} it is {self.words[0]} to {proof.error:.0e}; as it is, the "
+                f"difference is {proof.without:.2g}. It may be intended: {doubt}."
+            )
+            return
+        known = next((one for one in report.suspected if one.name.endswith(name)), _finding(repair, *self.words))
+        report.findings = [replace(known, stack=lines, proof=proof)]
+        report.verdict, report.reason, report.suspected, report.unread = "deviates", "", [], ""
+        report.checks = []  # that they pass says nothing now
+        report.equivalent = replace(rest.written, agrees=False, difference=proof.without, where="output, fresh inputs")
+
+
+def rest_of_module(
+    search: Search, read: Callable[[], Equivalent | None], weights: tuple[str, ...] = ()
+) -> Callable[[Repair], Rest | None]:
+    """Give what reads a module without an expression.
+
+    Args:
+        search: Calls the module.
+        read: Gives torch's program of the module as it is then; None where there is none.
+        weights: The arguments of a function that are its weights.
+    """
+    module = search.module
+    assert module is not None  # a function of a part is made one
+
+    def rest(repair: Repair) -> Rest | None:
+        with _left_out(module, repair):
+            found = read()
+        rounding = SINGLE if found is not None and found.difference > EXACT else EXACT
+        return Rest(found, partial(computed, found), rounding) if found is not None and found.agrees else None
+
+    def computed(found: Equivalent, seed: int) -> Tensor:
+        computes = WrittenPart(found, weights).on(search.drawn(seed), search.output)
+        return computes({}, module, Parameters.of(module), None)
+
+    return rest
+
+
+@contextmanager
+def _left_out(module: nn.Module, repair: Repair) -> Iterator[None]:
+    """Let a module run without an expression."""
+    own, forward = vars(module).get("forward"), module.forward
+
+    @wraps(forward)
+    def repaired(*args: Any, **kwargs: Any) -> Any:
+        return repair.run(forward, *args, **kwargs)
+
+    vars(module)["forward"] = repaired
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _apart(want: Tensor, found: Tensor | None) -> float:
+    return math.inf if found is None else difference_of(want, found)
+
+
+def _finding(repair: Repair, whole: str, torchs: str) -> Finding:
+    name, (said, kept) = name_of(repair), repair.written
+    without = f"with {kept} in its place" if kept else "without it"
+    fix = f"Write {kept} instead" if kept else "Leave it out"
+    fix += ", and leave out the other cut on this line" if len(repair.left_out) > 1 else ""
+    return Finding(
+        name,
+        "whole",
+        f"{said} is not part of {whole}: {without}, this is {torchs}.",
+        said,
+        kept or f"the same without {repair.operation.name}",
+        f"{fix}, or say with --intended {name}=REASON that it is intended.",
+    )
+
+
+def name_of(repair: Repair) -> str:
+    """Name an expression as a finding."""
+    return f"changed_by_{repair.operation.name}"
