@@ -73,6 +73,12 @@ class Call:
         data = [x for name, x in given if x.is_floating_point() and x.dim() >= 2]
         return Run(recorder, identify(recorder, seeds, data, names or {}) if read else None, output)  # type: ignore[arg-type]
 
+    def returned(self) -> Any:
+        """Give what it returns for fresh copies of its arguments, unwatched; the module stays as it was."""
+        args, kwargs, _ = self.fresh()
+        with torch.no_grad(), keeping_state(self.module):
+            return self.function(*args, **kwargs)
+
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors among its arguments, each with its place or name."""

@@ -211,8 +211,8 @@ def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting |
     if read is not None and not judgement.blocked():
         padding = padding_of(attention, expecting(attention)) if expecting is not None else None
         ending = list(ending_departures(attention, *read, padding))
-        moved = {departure.operation for departure in ending if departure.name == "output_tokens_moved"}
-        found.departures[-1][:] = [one for one in found.departures[-1] if one.operation not in moved]
+        ended = {departure.operation for departure in ending if departure.operation is not None}
+        found.departures[-1][:] = [one for one in found.departures[-1] if one.operation not in ended]
         yield from ending
 
 

@@ -17,7 +17,6 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.watched import Layout
-from equivalence_tests.checker.reach.state import keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.report import Report
@@ -136,9 +135,8 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
     Returns:
         For each, by its place, whether it looks like a map of weights, and is none that was used.
     """
-    args, kwargs, _ = call.fresh()
-    with torch.no_grad(), keeping_state(call.module):
-        returned = call.function(*args, **kwargs)
+    with torch.no_grad():
+        returned = call.returned()
         output = layout.output(returned)
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
         if not rest or not comparison.agrees:

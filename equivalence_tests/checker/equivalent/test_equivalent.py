@@ -270,7 +270,36 @@ class WritesIntoItsInput(Base):
         return y
 
 
+class ScalesItsOutput(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class RemembersItsKeys(Base):
+    """Right: a call goes on from the keys and values of the one before."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        if self.k_cache is not None and self.v_cache is not None:
+            k, v = torch.cat([self.k_cache, k], 2), torch.cat([self.v_cache, v], 2)
+        self.k_cache, self.v_cache = k, v
+        return q, k, v
+
+
+def test_no_call_goes_on_from_the_one_before() -> None:
+    report = verify(RemembersItsKeys)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert report.equivalent.source
+
+
 WRONG = (
+    ScalesItsOutput,
     SquaresWeights,
     AddsItsInput,
     ProjectsTwice,
@@ -292,6 +321,7 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
     report = verify(wrong)
     assert report.verdict in ("deviates", "unchecked"), str(report)
     assert report.findings or report.reason
+    assert len({(finding.name, finding.line) for finding in report.findings}) == len(report.findings)
 
 
 def test_a_product_with_an_argument_is_a_step_that_nothing_says_is_intended() -> None:

@@ -116,4 +116,6 @@ def test_an_unknown_name_raises() -> None:
 def test_an_exact_program_shows_the_step_that_nothing_asks_for(tmp_path: Path) -> None:
     mistake = named_mistake("rotary_queries")
     (finding,) = verify(written(tmp_path, broken(mistake.right, mistake.changes))).findings
-    assert finding.evidence.startswith("Your code returns the numbers of the program below, in which the query is rot")
+    assert finding.evidence.startswith(
+        "Your code returns the numbers of the program below, with this step: the query is rot"
+    )
