@@ -125,6 +125,12 @@ EDITS = (
         "torch.arange(ids.size(1), device=ids.device).flip(0)",
     ),
     ("Gpt", "a norm between the blocks", "x = block(x)", "x = self.ln_f(block(x))"),
+    (
+        "Bert",
+        "tokens moved before each layer",
+        "x = layer(x)\n        return self.pooler",
+        "x = layer(x.roll(1, 1))\n        return self.pooler",
+    ),
     ("Vision", "patches in another order", "1, -1), x], dim=1)", "1, -1), x.flip(1)], dim=1)"),
     (
         "Translator",

@@ -120,7 +120,11 @@ def test_a_wrong_whole_is_not_called_equal(name: str, said: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "blamed"),
-    [("features of the feed-forward moved", "changed_by_roll"), ("values in another order", "changed_by_flip")],
+    [
+        ("features of the feed-forward moved", "changed_by_roll"),
+        ("values in another order", "changed_by_flip"),
+        ("tokens moved before each layer", "changed_by_roll"),
+    ],
 )
 def test_the_expression_without_which_it_is_torchs_is_blamed(name: str, blamed: str, tmp_path: Path) -> None:
     version = next(one for one in fixed_layers.versions() if one.operator == name)

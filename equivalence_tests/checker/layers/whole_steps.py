@@ -321,7 +321,7 @@ class Follower:
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
-                self._pooled("a token", value, operation)
+                self._pooled("a token" if lies_in_order(value.places) else "another token", value, operation)
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)
             else:
@@ -330,7 +330,8 @@ class Follower:
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
         self.sums.used(value, name)
-        self.sums.say(f"{name} of all tokens is taken", "output", "what comes back holds no tokens")
+        evidence = "" if name == "another token" else "what comes back holds no tokens"
+        self.sums.say(f"{name} of all tokens is taken", "output", evidence)
         out = operation.outputs[0]
         self._new("pool", name, [value], [out.tensor], places_of(out.value.shape))
 
