@@ -13,12 +13,14 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Rec
 from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.whole_conditions import Conditions
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
     PASSES,
     POOLS,
     SHAPED,
+    TORCHS,
     Labels,
     Terms,
     Value,
@@ -62,6 +64,7 @@ class Follower:
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
     learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
+    conditions: Conditions = field(default_factory=Conditions)
     sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
@@ -138,10 +141,9 @@ class Follower:
         if path in self.kinds:
             return self.kinds[path]
         module = self.module.get_submodule(path)
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            return "linear"
-        if isinstance(module, nn.Embedding):
-            return "embedding"
+        for kind, classes in TORCHS.items():
+            if isinstance(module, classes):
+                return kind
         plain = constructor(module) and next(module.parameters(), None) is None
         acts = type(module).__name__.lower() in ACTS and not isinstance(module, nn.Softmax)
         return "activation" if plain and acts else ""
@@ -155,7 +157,8 @@ class Follower:
         """
         argument = name.partition("[")[0]
         angles = role_of_parameter(argument) == "angles"  # of rotary positions, and no tokens
-        if argument in self.hides or angles or x.dtype == torch.bool or x.dim() < 2:
+        hidden = argument in self.hides or angles or x.dtype == torch.bool or x.dim() < 2
+        if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs):
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
         if x.dim() == 4:  # an image: what convolutions make of it is numbered anew
@@ -173,7 +176,8 @@ class Follower:
         elif kind == "positions" and not data:
             self._new("table", path, (), call.outputs[:1], torch.zeros(()))
         elif not data:
-            raise UnreadError(f"{path} is given nothing that could be followed")
+            if not self.conditions.follow(call.inputs, call.outputs, path):
+                raise UnreadError(f"{path} is given nothing that could be followed")
         elif kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
         else:
@@ -239,10 +243,13 @@ class Follower:
         data = [self.values[id(x)] for x in inputs if id(x) in self.values]
         if name in SHAPED:  # the second is there for its shape alone
             data = data[: int(id(inputs[0]) in self.values)]
-        if name in CREATES:
+        made = [slot.tensor for slot in operation.outputs]
+        if name in CREATES or (not data and self.conditions.follow(inputs, made)):
             return
         if not data:
             self._of_constants(operation)
+        elif label := self.conditions.changed(operation, data, self.sums):
+            self._give([operation.outputs[0].tensor], Value(((label, 1.0),), data[0].places))
         elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values and not rounds(operation):
             self._moved(operation, data[0])
         elif name in ("add", "sub", "rsub") and len(operation.inputs) == 2:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
@@ -23,7 +23,13 @@ FEATURES = 1 << 20  # more than a token has
 Terms = tuple[tuple[str, float], ...]
 # What a stream of tokens begins with.
 BASES = ("given", "embedding", "table", "positions", "tokens", "layer")
-WITHIN = ("layer_norm", "gain", "linear", "activation", "product", "feed_forward", "attention", "piece")
+WITHIN = ("layer_norm", "gain", "conditioned", "linear", "activation", "product", "feed_forward", "attention", "piece")
+# What torch's own modules are in the wiring.
+TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
+    "linear": (nn.Linear, nn.modules.conv._ConvNd),
+    "embedding": (nn.Embedding,),
+    "layer_norm": (nn.LayerNorm,),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +124,7 @@ class Labels:
     def _origins(self, value: Value) -> set[Terms]:
         found = {value.terms} & self.streams
         kind = self.kind(value)
-        if kind == "layer_norm" or (kind in WITHIN and not found):
+        if kind in ("layer_norm", "conditioned") or (kind in WITHIN and not found):
             found |= self.origins(value.only)
         return found
 

@@ -76,6 +76,8 @@ def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
     for name, x in [(_given_as(x, inputs), x) for x in run.recorder.calls[0].inputs]:
         if name:
             follower.given(name, x)
+        else:
+            follower.conditions.given("beside the tokens", x, run.recorder.calls[0].inputs)
     return run, follower
 
 
@@ -94,7 +96,7 @@ def _steps(labels: Labels, atoms: Mapping[str, str], wiring: Wiring) -> dict[str
     """List what the parts made; matrices that follow one another through an activation are one feed-forward."""
     found: dict[str, Made] = {}
     for label, made in labels.made.items():
-        if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", *MATRICES, *SUBLAYERS):
+        if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS):
             continue
         step = replace(made, kind=atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else ""))
         matrices = [*_matrices(labels, made.inputs[0])] if made.kind in MATRICES else []
@@ -177,6 +179,12 @@ class _Stream:
         self.norms = {label: step for label, step in self.steps.items() if step.kind == "layer_norm"}
         own = {label for label, step in self.steps.items() if not all(self._of_memory(x.terms) for x in step.inputs)}
         self.sublayers = [label for label in self.steps if label in own and self.steps[label].kind in SUBLAYERS]
+        for label, made in labels.of_kind("conditioned"):  # a norm whose gain is made of a vector is a norm
+            value = made.inputs[0]
+            if value.only in self.norms:
+                self.norms[label] = self.norms[value.only]
+            elif self.bases.issuperset(dict(value.terms)):
+                self.bases.add(label)
         first = self._raw(self.sublayers[0]) if self.sublayers else ()
         self.now = first if first and self.bases.issuperset(dict(first)) else _one(labels.add("given", "x"))
         self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == self.now

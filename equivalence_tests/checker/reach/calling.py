@@ -21,6 +21,7 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 # "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called;
 # the one tensor that a module takes holds heads only where it can be nothing else, not even a film.
 IMAGE = "b e l 1"
+VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class is embedded; as wide as tokens at first
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), ("b e 1 l", "b e l 1 1"), HEADS)
 LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
@@ -179,6 +180,9 @@ class Trial:
             constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2}
             constants |= {"=height": length // width, "=width": width}
             constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
+            if role.startswith("=("):
+                width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
+                return _drawn(len(inputs.query), (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
             return self.angles(name, self.plan.angles, inputs)

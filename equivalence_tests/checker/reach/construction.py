@@ -309,8 +309,12 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
 def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what an argument probably wants, by its name, or by what the constructor does with it."""
     known, value = value_for(name, sizes)
-    use = used_as(target).get(name, "") if not known or value == sizes.embed_dim else ""
-    used = {"drops": DROPOUT, "divides": sizes.head_dim, "repeats": sizes.num_layers}
+    letter = len(name) == 1
+    use = used_as(target).get(name, "") if letter or not known or value == sizes.embed_dim else ""
+    use, _, whole = use.partition(" ")
+    of_heads = value_for(whole, sizes)[1] == sizes.num_heads
+    divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
+    used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers}
     return (True, used[use]) if use else (known, value)
 
 

@@ -7,6 +7,7 @@ output then has the length of the query, and perturbing one sample shows which a
 import inspect
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, role_of_parameter
-from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, CallPlan, Inputs, Trial
+from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, VECTOR, CallPlan, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
@@ -33,6 +34,9 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
+ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
+OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|came back|split")
+NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
 SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 MOST_FAILED = 10_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
@@ -66,10 +70,9 @@ def trials_of(
         Those that ran and gave an output of the query's length. Equal lengths are tried only where different ones fail.
     """
     errors = Errors() if errors is None else errors
-    exact = exact_lengths(function) if isinstance(function, nn.Module) else []
-    alike = [replace(sizes, query_len=n, key_len=n) for n in (sizes.query_len, MAX_LEN, *exact)]
+    alike = (replace(sizes, query_len=n, key_len=n) for n in _lengths_to_try(function, sizes, errors))
     heads_of_keys = dict.fromkeys((sizes.key_heads % sizes.num_heads, 0))  # 0: as many as of queries
-    for lengths, layouts in itertools.product((sizes, *alike), LAYOUTS):
+    for lengths, layouts in ((one, layouts) for one in itertools.chain([sizes], alike) for layouts in LAYOUTS):
         found = False
         for plan, layout, heads in itertools.product(_plans(parameters_of(function)), layouts, heads_of_keys):
             one = plan.self_attention and isinstance(function, nn.Module)
@@ -87,6 +90,16 @@ def trials_of(
                     yield from _working(replace(working, sizes=replace(lengths, num_heads=1)), Errors())
         if found:
             return
+
+
+def _lengths_to_try(function: Callable[..., Any], sizes: Sizes, errors: Errors) -> Iterator[int]:
+    """Give lengths that queries and keys may have to have: that of tables, and what is named where others failed."""
+    yield from (sizes.query_len, MAX_LEN)
+    exact = exact_lengths(function) if isinstance(function, nn.Module) else []
+    yield from exact
+    named = Counter(int(n) for text in errors if not OF_WIDTHS.search(text) for n in NUMBER_SAID.findall(text))
+    known = {*exact, MAX_LEN, sizes.embed_dim, *vars(sizes).values()}
+    yield from [n for n, _ in named.most_common() if SHORT < n <= LONGEST and n not in known][:MOST_NAMED]
 
 
 def _may_take_one_head(trial: Trial) -> bool:
@@ -147,6 +160,10 @@ def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
         if any(roles[name] and "mask" in chosen[name] for name in tensors):
             continue  # its name says that it holds tokens
         yield CallPlan(tuple(chosen.items()), "", positional, named=False)
+    beside = [name for name in tensors[1:] if roles[name] in ("", "input", "memory")]
+    for vectors in dict.fromkeys([*((name,) for name in beside[::-1]), tuple(beside)]) if beside else ():
+        one = {**roles, tensors[0]: roles[tensors[0]] or "input", **dict.fromkeys(vectors, VECTOR)}
+        yield from (CallPlan(tuple(x.items()), "", positional, named=False) for x in _named_roles(one, required))
 
 
 def _image_sizes(roles: Mapping[str, str]) -> dict[str, str]:
@@ -214,6 +231,10 @@ def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
         yield working
     if not found:
         errors.failed[key] = met
+        asked = next((width[1] for width in map(ASKED_WIDTH.search, met) if width), "")
+        roles = tuple((name, f"=(batch, {asked})" if role == VECTOR else role) for name, role in trial.plan.roles)
+        if asked and roles != trial.plan.roles:
+            yield from _working(replace(trial, plan=replace(trial.plan, roles=roles)), errors)
 
 
 def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Iterator[Trial]:

@@ -70,14 +70,14 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
     """Say what a constructor does with its arguments, or a class of its module that it hands them to.
 
     Returns:
-        For each name "drops", if it is a rate of dropout, "divides", if a width is divided by it, or "repeats".
+        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, or "repeats".
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = {}
     for node in nodes_of(target):
         match node:
-            case ast.BinOp(op=ast.FloorDiv() | ast.Mod(), right=ast.Name(id=name) | ast.Attribute(attr=name)):
-                used[name] = "divides"
+            case ast.BinOp(whole, ast.FloorDiv() | ast.Mod(), ast.Name(id=name) | ast.Attribute(attr=name)):
+                used[name] = f"divides {getattr(whole, 'id', getattr(whole, 'attr', ''))}"
             case ast.Call(func=ast.Name(id="range"), args=[*_, ast.Name(id=name)]):
                 used.setdefault(name, "repeats")
             case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.construction import build
+from equivalence_tests.checker.reach.construction import argument_lists, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.plans import exact_lengths
@@ -325,6 +325,22 @@ class OfTheLargest(FixedWidth):
 )
 def test_another_size_excuses_no_mistake(broken: type[nn.Module], name: str) -> None:
     assert verify(broken).mistakes == (name,)
+
+
+class Divided(nn.Module):
+    """Has a letter for the number of its heads, and groups that share keys."""
+
+    def __init__(self, d: int, n: int, num_heads: int, num_groups: int) -> None:
+        super().__init__()
+        self.width = d // n
+        assert d % n == num_heads % num_groups == 0
+
+
+def test_what_divides_a_width_or_a_number_of_heads_fits_it() -> None:
+    _, sizes = next(build(Divided))
+    (first, *_), *_ = argument_lists(Divided, sizes)
+    heads = {"n": sizes.num_heads, "num_heads": sizes.num_heads, "num_groups": sizes.key_heads}
+    assert first == {"d": sizes.embed_dim} | heads
 
 
 def test_a_switch_and_a_width_may_share_a_word() -> None:

@@ -44,6 +44,24 @@ def test_a_mask_of_a_certain_form_is_found_though_others_are_refused_alike() -> 
     assert trial.plan.neutral.shape == "(query, key)"
 
 
+class OfAVector(nn.Module):
+    """Takes a vector of each sample, of another width than its tokens, beside tokens of a certain length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(48, Sizes().embed_dim, dtype=torch.float64)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return x + self.shift(c)[:, None] + torch.zeros(23, 1)
+
+
+def test_a_vector_is_as_wide_and_tokens_are_as_many_as_the_errors_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LAYOUTS", (("b l e",),))
+    trial = next(trials_of(OfAVector(), Sizes(), torch.float64))
+    assert dict(trial.plan.roles)["c"] == "=(batch, 48)"
+    assert trial.sizes.query_len == trial.inputs().query.size(1) == 23
+
+
 class OfSomeCalls(nn.Module):
     """Counts its calls, and refuses all that are not as it wants them."""
 

@@ -28,6 +28,8 @@ RIGHT = (
     "speech:CrossOrSelf",
     "speech:ContextAttention",
     "speech:ValuesKeysQuery",
+    *(f"conditioned:{name}" for name in ("ConditionedBlock", "TimedBlock", "TerseAttention", "SharingAttention")),
+    "conditioned:WholeTriangle",
 )
 # What to verify, what to replace by what, and the name of the mistake that this makes.
 BROKEN = (
@@ -45,6 +47,9 @@ BROKEN = (
     ("vision:MapAttention", "softmax(w_, dim=2)", "softmax(w_, dim=1)", "softmax_over_queries"),
     ("speech:CrossOrSelf", "permute(0, 2, 3, 1) * scale", "permute(0, 2, 3, 1)", "scale_wrong"),
     ("speech:ValuesKeysQuery", "nlhd->nqhd", "nlhd->nhqd", "heads_merged_without_transpose"),
+    ("conditioned:ConditionedBlock", "x + gate1", "gate1", "residual_missing"),
+    ("conditioned:TimedBlock", "self.cross(self.n2(x)", "self.cross(self.n1(x)", "norm_shared"),
+    ("conditioned:TerseAttention", "dim=-1", "dim=-2", "softmax_over_queries"),
 )  # fmt: skip
 
 

@@ -1,0 +1,34 @@
+"""Layers that take a vector of each sample beside the tokens: right ones are equal, and hide no wrong wiring."""
+
+from pathlib import Path
+
+import torch
+
+from equivalence_tests.checker.layers.whole_conditions import Conditions
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.ledger import lookalikes
+
+FILE = Path(lookalikes.__path__[0]) / "conditioned.py"
+
+
+def test_what_a_vector_of_the_sample_shifts_and_scales_is_intended() -> None:
+    report = verify(f"{FILE}:ConditionedBlock")
+    assert report.verdict == "equal", str(report)
+    assert "the sub-module modulation.1 makes it of the argument c" in str(report)
+
+
+def test_what_a_vector_of_the_sample_gates_needs_its_residual(tmp_path: Path) -> None:
+    text = FILE.read_text(encoding="utf-8").replace("x + gate1", "gate1")
+    (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
+    assert "residual_missing" in verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock").mistakes
+
+
+def test_tokens_of_one_sample_are_no_vectors_and_what_is_made_of_these_is_known_by_its_module() -> None:
+    tokens, vector, made = torch.ones(2, 5, 3), torch.ones(2, 3), torch.ones(2, 6)
+    assert not Conditions().given("x", vector, [vector])
+    conditions = Conditions()
+    assert conditions.given("c", vector, [tokens, vector])
+    assert not conditions.given("x", tokens, [tokens, vector])
+    assert conditions.follow([vector], [made], "to_gain")
+    assert not conditions.follow([tokens], [tokens])
+    assert conditions.made[id(made)] == ("c", "to_gain")
