@@ -78,8 +78,8 @@ def trials_of(
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
-            if heads and "h" not in layout:
-                continue
+            if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
+                continue  # without samples there is no vector of each
             if len(errors) > MOST_FAILED:
                 return
             trial = Trial(function, replace(plan, layout=layout, key_heads=heads), lengths, dtype)
