@@ -77,7 +77,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
     for node in nodes_of(target):
         match node:
             case ast.BinOp(whole, ast.FloorDiv() | ast.Mod(), ast.Name(id=name) | ast.Attribute(attr=name)):
-                used[name] = f"divides {getattr(whole, 'id', getattr(whole, 'attr', ''))}"
+                of = getattr(whole, "id", getattr(whole, "attr", ""))
+                used[name.lstrip("_")] = f"divides {of.lstrip('_')}"
             case ast.Call(func=ast.Name(id="range"), args=[*_, ast.Name(id=name)]):
                 used.setdefault(name, "repeats")
             case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)):

@@ -332,8 +332,9 @@ class Divided(nn.Module):
 
     def __init__(self, d: int, n: int, num_heads: int, num_groups: int) -> None:
         super().__init__()
-        self.width = d // n
-        assert d % n == num_heads % num_groups == 0
+        self._d, self._n = d, n
+        self.width = self._d // self._n
+        assert num_heads % num_groups == 0
 
 
 def test_what_divides_a_width_or_a_number_of_heads_fits_it() -> None:
