@@ -55,4 +55,6 @@ def with_indices(formula: str) -> Markup:
 
 def text_of(name: str) -> Markup:
     """Read a file that stands beside the templates: the styles, the script."""
-    return Markup((Path(__file__).parent / "templates" / name).read_text(encoding="utf-8"))
+    text = (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    return Markup("\n".join(x for x in lines if x and not x.startswith("//")))  # the page is to stay small
