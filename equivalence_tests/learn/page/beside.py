@@ -19,7 +19,7 @@ from equivalence_tests.learn.page.code import Link, coloured_lines
 __all__ = ["Chunk", "Half", "Twin", "Unit", "address_of", "is_preamble", "twins"]
 
 FOLDERS = {"scratch": Path(inspect.getfile(scratch)).parent, "builtin": Path(inspect.getfile(builtin)).parent}
-NOT_SHOWN = ("__init__", "__main__")
+NOT_SHOWN = ("__init__", "__main__", "documentation")  # they hold nothing of attention
 FIRST = ("functional", "sdpa", "attention", "masks", "layers", "transformer", "seq2seq")  # the way into the code
 
 

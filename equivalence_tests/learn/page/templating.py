@@ -55,6 +55,4 @@ def with_indices(formula: str) -> Markup:
 
 def text_of(name: str) -> Markup:
     """Read a file that stands beside the templates: the styles, the script."""
-    text = (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-    lines = (line.strip() for line in text.splitlines())
-    return Markup("\n".join(x for x in lines if x and not x.startswith("//")))  # the page is to stay small
+    return Markup((Path(__file__).parent / "templates" / name).read_text(encoding="utf-8"))
