@@ -16,3 +16,4 @@ def test_a_wrong_version_is_not_called_equal(version: Version, tmp_path: Path) -
     report = verify(f"{path}:Attention")
     assert report.verdict in ("deviates", "unchecked"), str(report)
     assert report.findings or report.reason
+    assert len({(one.name, one.line) for one in report.findings}) == len(report.findings), str(report)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from equivalence_tests.checker.equivalent.doubting import Doubt
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
 from equivalence_tests.checker.equivalent.proving import proven
-from equivalence_tests.checker.reach.state import ask, attempt, keeping_state
+from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding, Proof
 from equivalence_tests.checker.reporting.lines import code_lines
@@ -61,7 +61,7 @@ class Search:
     within: bool = False
     fixed: Collection[int] = ()
 
-    @property
+    @cached_property
     def module(self) -> nn.Module | None:
         """What holds the parameters."""
         return self.drawn(0).module
@@ -103,10 +103,8 @@ class Search:
 
     def _gives(self, call: Call, repair: Repair | None = None) -> Tensor | None:
         """What comes back, as it is or without an expression; None if the call fails."""
-        args, kwargs, _ = call.fresh()
         run = call.function if repair is None else partial(repair.run, call.function)
-        with keeping_state(self.module):
-            return attempt(lambda: self.output(run(*args, **kwargs)).double())
+        return attempt(lambda: self.output(replace(call, function=run).returned()).double())
 
     def _proof(self, repair: Repair, rest: Rest) -> Proof | None:
         """Show that the code gives torch's numbers without an expression, and does not with it; None if it does."""
