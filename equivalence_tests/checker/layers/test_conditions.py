@@ -17,10 +17,12 @@ def test_what_a_vector_of_the_sample_shifts_and_scales_is_intended() -> None:
     assert "the sub-module modulation.1 makes it of the argument c" in str(report)
 
 
-def test_what_a_vector_of_the_sample_gates_needs_its_residual(tmp_path: Path) -> None:
-    text = FILE.read_text(encoding="utf-8").replace("x + gate1", "gate1")
+def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) -> None:
+    text = FILE.read_text(encoding="utf-8").replace("gate2.unsqueeze(1) *", "c.unsqueeze(1) *")
     (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
-    assert "residual_missing" in verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock").mistakes
+    report = verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock")
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+    assert "a vector of its sample" in str(report)
 
 
 def test_tokens_of_one_sample_are_no_vectors_and_what_is_made_of_these_is_known_by_its_module() -> None:
