@@ -55,7 +55,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "code",
         "Code beside code",
-        "Every file of scratch next to its twin in builtin, line by line. Docstrings unfold, and names are links.",
+        "The files of scratch next to their twins in builtin, line by line. Docstrings unfold, and names are links.",
         beside.twins,
     ),
     Section(
