@@ -229,7 +229,7 @@ def _taking_part(own: Sequence[str], cases: Sequence[Case]) -> list[Case]:
 def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -> tuple[str, ...]:
     for name in _names(given):
         validation.check_choice("contender", name, list(CONTENDERS))
-    only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
+    only_on_cuda = {"efficient", "cudnn", "scratch triton"} if not any(x.startswith("cuda") for x in devices) else set()
     left_out = only_on_cuda | TOO_SLOW.get(preset, set())
     return _names(given) or tuple(name for name in CONTENDERS if name not in left_out)
 

@@ -1,7 +1,7 @@
 """Who takes part in a case: by hand, the built-in on each of its paths, torch's functions, and the user's own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ class Contender:
         otherwise: Why not, where there is none.
         backend: The kernel that ``F.scaled_dot_product_attention`` is held to; MATH keeps scratch to the textbook.
         fast_path: Whether torch's fused fast path may be taken.
+        kernel: Switches on a kernel of scratch's while it runs.
     """
 
     name: str
@@ -67,11 +68,12 @@ class Contender:
     otherwise: str = ""
     backend: SDPBackend | None = None
     fast_path: bool = True
+    kernel: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @contextmanager
     def switches(self) -> Iterator[None]:
-        """Set torch's switches while it runs."""
-        with fast_path(self.fast_path), ExitStack() as stack:
+        """Set the switches while it runs."""
+        with fast_path(self.fast_path), self.kernel(), ExitStack() as stack:
             if self.backend is not None:
                 stack.enter_context(sdpa_kernel(self.backend))
             yield
@@ -139,6 +141,19 @@ def _in_tiles(case: Case) -> bool:
     return in_eager_mode_on_cpu and long and not case.need_weights and case.component != "generate"
 
 
+def _takes_triton(case: Case) -> bool:
+    """Whether scratch's Triton kernel computes this case, once it is switched on."""
+    eager = case.device != "cpu" and not case.compiled and case.component != "generate"
+    masked = case.mask != "none" and not (case.component == "attention" and case.mask == "causal")
+    return eager and not masked and case.query_len * case.key_len >= TILES_FROM and not case.need_weights
+
+
+def _triton() -> AbstractContextManager[None]:
+    from scratch import triton_attention  # Triton comes with torch for CUDA alone
+
+    return triton_attention.switched_on()
+
+
 def _chooses_kernel(case: Case) -> bool:
     """Whether it tells something to hold torch to one kernel: for the function, and for modules off the fast path."""
     in_eval = case.component in ("self_attention", "cross_attention") and case.mode == "forward"
@@ -171,6 +186,15 @@ CONTENDERS = {
             takes_part=_in_tiles,
             otherwise="scratch computes no tiles here, so this is scratch itself",
             backend=SDPBackend.MATH,
+        ),
+        Contender(
+            "scratch triton",
+            "by hand, as a Triton kernel",
+            lambda case: workload(case, scratch),
+            call="scratch.triton_attention.switched_on(): scratch.{name}",
+            takes_part=_takes_triton,
+            otherwise="the kernel takes over on CUDA, for long inputs and no mask but a causal one that is named",
+            kernel=_triton,
         ),
         Contender(
             "scratch packed",

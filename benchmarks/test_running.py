@@ -31,7 +31,7 @@ from scratch import tiling
 # torch.nn's own encoder says that an odd number of heads keeps it off a part of its fast path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
-ON_CPU = [name for name in CONTENDERS if name not in ("efficient", "cudnn", "flex")]
+ON_CPU = [name for name in CONTENDERS if name not in ("efficient", "cudnn", "flex", "scratch triton")]
 
 
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -263,6 +263,28 @@ class TestContenders:
                 runnable(long, CONTENDERS[name].prepare(long))()
             counts.append(len(tiles))
         assert counts == [1, 1, 2]
+
+    def test_a_kernel_of_scratchs_is_switched_on_where_it_takes_over(self) -> None:
+        def takes_part(component: str, **settings: Any) -> bool:
+            case = Case(component, query_len=512, key_len=512, device="cuda")
+            return CONTENDERS["scratch triton"].takes_part(replace(case, **settings))
+
+        assert takes_part("attention", mask="causal")
+        assert takes_part("encoder_layer")
+        assert not any(takes_part("self_attention", mask=mask) for mask in ("causal", "padding"))
+        for left_out in ({"need_weights": True}, {"compiled": True}, {"device": "cpu"}, {"query_len": 511}):
+            assert not takes_part("self_attention", **left_out)
+        switched: list[str] = []
+
+        @contextmanager
+        def kernel() -> Iterator[None]:
+            switched.append("on")
+            yield
+            switched.append("off")
+
+        with Contender("mine", "", CONTENDERS["scratch"].prepare, kernel=kernel).switches():
+            assert switched == ["on"]
+        assert switched == ["on", "off"]
 
     def test_the_fast_path_is_taken_by_one_and_not_by_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         taken: list[bool] = []
