@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from equivalence_tests.compare.command import about_this_machine
@@ -11,7 +12,7 @@ from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.kernels import BACKENDS, Kernel
 from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.reporting import Report, to_github, to_json, to_junit
-from equivalence_tests.kernels.running import judged, kernels_for
+from equivalence_tests.kernels.running import judged, judged_apart, kernels_for
 from equivalence_tests.kernels.situations import DTYPES
 from equivalence_tests.progress import progress
 from scratch import validation
@@ -72,6 +73,8 @@ def kernels(
 
 
 def _torchs(request: Request) -> Report:
+    if torch.device(request.device).type == "cuda":  # what fails there takes the device from its whole process
+        return judged_apart(request)
     listed, remarks = kernels_for(request)
     with progress("judging", None) as advance:
         return judged(request, listed, tell=lambda *what: advance(counted(*what)), remarks=remarks)

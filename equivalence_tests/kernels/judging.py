@@ -50,6 +50,7 @@ class Cell:
         errors: The errors of every part that was judged.
         words: What it said when it refused, or what else is to be told.
         size: Of the situation.
+        lost: Whether no program that ran it can use the device afterwards.
     """
 
     kernel: str
@@ -61,6 +62,7 @@ class Cell:
     size: int
     errors: tuple[ErrorRatio, ...] = ()
     words: str = ""
+    lost: bool = False
 
     @property
     def wrong_parts(self) -> list[ErrorRatio]:
@@ -91,6 +93,7 @@ class Ran:
     failure: str = ""
     no_backward: str = ""
     remarks: list[str] = field(default_factory=list)
+    lost: bool = False
 
 
 class _Ops(TorchDispatchMode):
@@ -119,6 +122,9 @@ class Judge:
         rounding = _rounding_of_scores(inputs)
         ran = run(kernel, inputs)
         told = (kernel.name, kernel.backend, situation.name, situation.group, dtype)
+        if ran.lost:
+            words = f"it fails on the device, which the program cannot use afterwards: {ran.failure}"
+            return Cell(*told, "wrong", situation.size, words=words, lost=True)
         if ran.failure:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
@@ -200,8 +206,12 @@ def run(kernel: Kernel, inputs: Inputs) -> Ran:
         try:
             ran.parts = _forward_and_back(kernel, leaves, ran)
             again = _called(kernel, leaves, Ran()) if not kernel.compiled else ran.parts["output"]
+            _wait_for(leaves.q.device)
         except Exception as error:  # a kernel fails in any way
             ran.failure = _said(error, [str(one.message) for one in warned])
+            ran.lost = _is_lost(leaves.q.device)
+            if ran.lost:
+                return ran
             if "modified by an inplace operation" in ran.failure:
                 ran.remarks.append("it writes into what its backward needs: its inputs")
                 ran.failure = ""
@@ -218,6 +228,20 @@ def run(kernel: Kernel, inputs: Inputs) -> Ran:
     if not all(_same(_memory(x), y) for x, y in zip((leaves.q, leaves.k, leaves.v), before, strict=True)):
         ran.remarks.append("it writes into its inputs")
     return ran
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked for: only then it says whether it failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_lost(device: torch.device) -> bool:
+    try:
+        _wait_for(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _forward_and_back(kernel: Kernel, leaves: Inputs, ran: Ran) -> dict[str, Tensor]:

@@ -120,7 +120,8 @@ def judge_own(kernel: Kernel, request: Request, situations: Sequence[Situation] 
     judge = Judge(request.device, request.seed)
     by_name = {situation.name: situation for situation in listed}
     wrong = [cell for cell in report.cells if cell.state in ("wrong", "worse")]
-    names = {id(cell): _name(kernel, judge, by_name[cell.situation], cell) for cell in wrong}
+    lost = any(cell.lost for cell in wrong)  # then nothing can be run again to find out more
+    names = {id(x): [x.words] * bool(x.words) if lost else _name(kernel, judge, by_name[x.situation], x) for x in wrong}
     return replace(report, faults=list(by_mistake(wrong, names)))
 
 

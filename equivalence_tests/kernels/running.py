@@ -1,7 +1,9 @@
 """Judge every kernel in every situation that a request names."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 
 import torch
 
@@ -11,13 +13,15 @@ from equivalence_tests.kernels.kernels import Kernel, listed_kernels
 from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.kernels.rewriting import has_compiler
 from equivalence_tests.kernels.situations import Situation, listed_situations
+from equivalence_tests.progress import progress
 
-__all__ = ["kernels_for", "judged"]
+__all__ = ["judged", "judged_apart", "kernels_for"]
 
 # What is traced or compiled takes its time: a quick run sees it in one precision.
 TRACED = ("flex", "compiled")
 
 Tell = Callable[[str, int, int], None]
+Work = tuple[Kernel, Situation, str]
 
 
 def kernels_for(request: Request) -> tuple[list[Kernel], list[str]]:
@@ -53,19 +57,52 @@ def judged(
         remarks: What the report says beside.
 
     Returns:
-        The report.
+        The report. It ends with the first kernel after which the device cannot be used any more.
     """
     listed = listed_situations(request.quick) if situations is None else list(situations)
-    judge = Judge(request.device, request.seed)
-    work = [
+    cells = _cells(request, _work(request, kernels, listed), 0, tell)
+    remarks = [*remarks, "Nothing was run after it."] if cells and cells[-1].lost else remarks
+    return Report(request, "", cells, faults_in(cells, kernels, listed, request), remarks)
+
+
+def judged_apart(request: Request) -> Report:
+    """Judge torch's kernels in another process, and in a new one after each that loses its device.
+
+    Returns:
+        The report.
+    """
+    kernels, remarks = kernels_for(request)
+    listed = listed_situations(request.quick)
+    cells: list[Cell] = []
+    while len(cells) < len(_work(request, kernels, listed)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as child:
+            cells += child.submit(_cells_from, request, len(cells)).result()
+    return Report(request, "", cells, faults_in(cells, kernels, listed, request), remarks)
+
+
+def _cells_from(request: Request, start: int) -> list[Cell]:
+    work = _work(request, kernels_for(request)[0], listed_situations(request.quick))
+    with progress("judging", None) as advance:
+        return _cells(request, work, start, lambda what, done, total: advance(f"{done} of {total}: {what}"))
+
+
+def _work(request: Request, kernels: Sequence[Kernel], situations: Sequence[Situation]) -> list[Work]:
+    return [
         (kernel, situation, dtype)
-        for kernel, dtype, situation in product(kernels, request.dtypes, listed)
+        for kernel, dtype, situation in product(kernels, request.dtypes, situations)
         if kernel.asked(situation) and not (kernel.backend in TRACED and request.quick and dtype != request.dtypes[0])
     ]
+
+
+def _cells(request: Request, work: Sequence[Work], start: int, tell: Tell | None) -> list[Cell]:
+    """Judge one after another, until a kernel loses the device."""
+    judge = Judge(request.device, request.seed)
     cells: list[Cell] = []
-    for number, (kernel, situation, dtype) in enumerate(work):
+    for number, (kernel, situation, dtype) in enumerate(work[start:], start):
         if tell is not None:
             tell(f"{kernel.name}: {situation.name}", number, len(work))
         cells.append(judge.judge(kernel, situation, dtype))
+        if cells[-1].lost:
+            return cells
     torch._dynamo.reset()
-    return Report(request, "", cells, faults_in(cells, kernels, listed, request), remarks)
+    return cells

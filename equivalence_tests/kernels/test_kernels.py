@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
-from equivalence_tests.kernels import running
+from equivalence_tests.kernels import judging, running
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.judging import Cell, Judge
 from equivalence_tests.kernels.kernels import Kernel, listed_kernels
@@ -300,9 +301,58 @@ def test_what_cannot_be_run_is_said_in_one_line(arguments: list[str], said: str)
     assert "Traceback" not in result.output
 
 
+class _InThisProcess:
+    """Stand in for a new process."""
+
+    def __init__(self, *_: Any) -> None:
+        self.begun: list[int] = BEGUN
+
+    def __enter__(self) -> "_InThisProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begun.append(-1)
+
+    def submit(self, function: Callable[..., Any], request: Request, start: int) -> Any:
+        self.begun.append(start)
+        return SimpleNamespace(result=lambda: function(request, start))
+
+
+BEGUN: list[int] = []
+
+
+def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: list[str] = []
+
+    def breaks_at_length_16(q: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if q.shape[2] == 16 and not lost:
+            lost.append("the device")
+            raise RuntimeError("CUDA error: misaligned address")
+        return torch_sdpa(q, *arguments, **named)
+
+    def wait_for(_: torch.device) -> None:
+        if len(lost) == 1:
+            lost.append("reported")
+            raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(judging, "_wait_for", wait_for)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", breaks_at_length_16)
+    monkeypatch.setattr(running, "ProcessPoolExecutor", _InThisProcess)
+    monkeypatch.setattr(running, "kernels_for", lambda _: ([SDPA], []))
+    named = [SITUATIONS[f"length {length}"] for length in (1, 16, 64)]
+    monkeypatch.setattr(running, "listed_situations", lambda _: named)
+    report = running.judged_apart(Request())
+    assert BEGUN == [0, -1, 2, -1]
+    assert [cell.state for cell in report.cells] == ["right", "wrong", "right"]
+    (fault,) = report.faults
+    assert "length 16" in fault.sentence
+    assert "cannot use afterwards: CUDA error: misaligned address" in fault.sentence
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_of_a_cuda_device() -> None:
-    request = Request("cuda", ("bfloat16",), ("sdpa", "module"), quick=True)
-    report = running.judged(request, running.kernels_for(request)[0])
+    report = running.judged_apart(Request("cuda", ("bfloat16",), ("sdpa", "module"), quick=True))
     assert [cell for cell in report.cells if cell.state == "right"]

@@ -739,6 +739,7 @@ class TestCuda:
                 assert model.train(train)(src_ids, tgt_ids).isfinite().all()
         assert all(x.isfinite().all() for x in gradients(model, src_ids, tgt_ids).values())
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
     def test_forward_does_not_wait_for_the_device(self, package: str, options: dict[str, Any]) -> None:
         model = build(package, **options).cuda().eval()
         src_ids, tgt_ids = draw_source(model).cuda(), draw_target(model).cuda()
