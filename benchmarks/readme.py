@@ -207,7 +207,8 @@ def tables(rows: Sequence[Row], name: str, *, with_plot: bool) -> str:
     parts = [f"## {name}", f"{rows[0].environment}. The page, with plots: [{name}/report.html]({name}/report.html)."]
     if with_plot:
         parts.append(f"![Time of scratch over time of torch.nn, against the length]({name}/{GLANCE})")
-    parts += ["### What scratch aims for", _table(_aim_lines(rows)), *_misses(rows)]
+    if any(outcomes(rows)):
+        parts += ["### What scratch aims for", _table(_aim_lines(rows)), *_misses(rows)]
     for (component, mode), group in groups_of(rows).items():
         parts += [f"### {component}, {mode}".replace("_", " "), _table(_case_lines(group))]
     return "\n\n".join(parts)
@@ -280,8 +281,9 @@ def goals(results: Path = RESULTS) -> Iterator[str]:
         A line for each aim, and one for each case that misses it.
     """
     for path in sorted(results.glob("*/results.jsonl")):
-        yield f"{path.parent.name}:"
-        for outcome in outcomes(read_rows(path)):
+        found = list(outcomes(read_rows(path)))
+        yield from [f"{path.parent.name}:"] if found else []
+        for outcome in found:
             aim, count = outcome.aim, len(outcome.ratios)
             greatest = f"; greatest of {count}: {_figure(outcome, outcome.worst)}" if count else ""
             yield f"  {outcome.verdict}: {aim.what}, at most {aim.at_most:g} of {aim.against}{greatest}"
@@ -291,7 +293,8 @@ def goals(results: Path = RESULTS) -> Iterator[str]:
 def _case_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
     """Compare scratch with torch.nn, or with builtin where torch.nn has no such thing."""
     by_cell = {(row.case, row.contender): row for row in rows}
-    yield "case", "`torch.nn`", "`scratch`", "time", "memory", "fastest"
+    kernel = ["scratch triton"] * any(row.contender == "scratch triton" for row in rows)
+    yield "case", "`torch.nn`", "`scratch`", "time", "memory", *(f"`{name}`" for name in kernel), "fastest"
     for case in dict.fromkeys(row.case for row in rows):
         theirs = by_cell.get((case, "torch.nn")) or by_cell.get((case, BASELINE))
         ours = by_cell.get((case, "scratch"))
@@ -301,6 +304,7 @@ def _case_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
             _cost(theirs),
             _cost(ours),
             *_ratios(ours, theirs),
+            *(_cost(by_cell.get((case, name))) for name in kernel),
             NO_RESULT if best is None else f"{best.contender}, {cost_in_words(best)}",
         )
 

@@ -120,6 +120,17 @@ def test_the_aims_and_where_they_are_missed() -> None:
     assert [x.ratios[x.worst].value for x in found.values()][3:] == pytest.approx([1.1, 1.04, 0.75, 0.27, 1 / 9])
 
 
+def test_a_gpu_has_no_aims_and_a_column_for_the_kernel() -> None:
+    rows = [replace(x, case=replace(x.case, device="cuda")) for x in everything()]
+    kernel = replace(rows[0], contender="scratch triton", median_us=120.0)
+    text = readme.tables([*rows, kernel], "gpu", with_plot=False)
+    assert not list(outcomes(rows))
+    assert "aims for" not in text
+    (line,) = (line for line in text.splitlines() if "120 µs" in line)
+    assert line.split("|")[6].startswith(" 120 µs")
+    assert "| memory | `scratch triton` | fastest |" in text
+
+
 @pytest.mark.parametrize(
     ("settings", "concerned"),
     [

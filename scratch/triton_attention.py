@@ -10,8 +10,12 @@ once, and a tile never leaves the chip: scores and weights are not even written 
 3. ``_key_gradients``: one program for each tile of keys, which goes over the queries that may look at them. It is a
    kernel of its own, since two programs that add to the same gradient would have to wait for each other.
 
-Nothing takes this path unless it is switched on: it has not been measured on a GPU yet. Triton is the extra ``triton``;
-with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the CPU, slowly.
+Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, it takes
+0.30 ms forward, where the textbook takes 1.34 and torch's flash kernel 0.12; in training 1.17 ms, 3.76 and 0.48, with
+24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu). It is meant for half precision: float32 is multiplied
+exactly, not in TF32, and its backward then takes a hundred times as long as that of torch's memory-efficient kernel.
+Triton is the extra ``triton``; with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the
+CPU, slowly.
 
 Dimension letters: n batch * heads, q query_len, k key_len, d head_dim; r rows (queries) and c columns (keys) of a tile.
 
@@ -95,7 +99,7 @@ def triton_attention(
 
     Source: Dao 2023, section 3.1.
 
-    >>> q, k, v = torch.randn(3, 2, 6, 40, 16).unbind()
+    >>> q, k, v = torch.randn(3, 2, 6, 40, 16, device="cuda" if torch.cuda.is_available() else "cpu").unbind()
     >>> textbook = torch.softmax(q @ k.mT, dim=-1) @ v
     >>> torch.allclose(triton_attention(q, k, v), textbook, atol=1e-5)
     True

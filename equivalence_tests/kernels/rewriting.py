@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from equivalence_tests.kernels.situations import Inputs
 
@@ -17,7 +18,7 @@ def has_compiler(device: str) -> bool:
     """Say whether this machine can compile for a device: for the CPU a C++ compiler, for others Triton."""
     if device == "cpu":
         return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-    return torch.utils._triton.has_triton()
+    return has_triton()
 
 
 def rewritten(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
