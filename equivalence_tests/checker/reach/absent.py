@@ -1,23 +1,31 @@
 """Stand in for packages that a file imports and that are not installed: what makes no use of them can be checked."""
 
 import inspect
+import linecache
+import re
 import sys
+import traceback
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import code_lines, frames_here
+from equivalence_tests.checker.reporting.lines import code_lines, frames_here, is_users
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
 # What pip calls a package whose modules have another name.
 DISTRIBUTIONS = {"PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn"}
-DISTRIBUTIONS |= {"yaml": "pyyaml"}
+DISTRIBUTIONS |= {"yaml": "pyyaml", "torch.utils.tensorboard": "tensorboard"}
+# What many projects call a file or a folder of their own.
+OWN_FILES = re.compile(
+    r"^(src|lib|core|commons?|(my_?)?(utils?|helpers?|models?|modules?|layers?|config\w*|data\w*|train\w*|attention\w*)|"
+    r"transformers?_\w+|encoder\w*|decoder\w*|embedd?ings?|mask\w*|network\w*|nets?|blocks?|tools?|constants?|params?)(\.|$)"
+)
 
 
 class NotInstalled(ABCMeta):
@@ -30,8 +38,8 @@ class NotInstalled(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Be what it decorates or makes while the code is imported; later make modules, and refuse anything else."""
-        if ABSENCES.importing:
-            return cls
+        if ABSENCES.importing or (cls.__name__.endswith("_") and any(isinstance(x, Tensor) for x in args[:1])):
+            return cls  # what has such a name draws weights in place, and they are drawn anew
         if issubclass(cls, nn.Module):
             ABSENCES.used.setdefault(_package(cls), "")
             return super().__call__(*args, **kwargs)
@@ -58,8 +66,8 @@ def _stand_in(name: str) -> NotInstalled:
 
 
 def _package(cls: Any) -> str:
-    name: str = cls.__absent__
-    return name.partition(".")[0]
+    """Name what is absent of what something stands for."""
+    return next((one for one in ABSENCES.names if f"{cls.__absent__}.".startswith(f"{one}.")), cls.__absent__)
 
 
 class Absences:
@@ -68,19 +76,19 @@ class Absences:
     Attributes:
         names: What could not be imported.
         used: The first line that used each of them.
-        in_part: Why only the definitions of the file were run; "" if all of it was.
+        in_part: The files of which only the definitions were run, each with the reason.
         importing: Whether the code is being imported: what it only names or decorates with then is no use.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.used: dict[str, str] = {}
-        self.in_part = ""
+        self.in_part: dict[str, str] = {}
         self.importing = False
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self.names, self.used, self.in_part = [], {}, ""
+        self.names, self.used, self.in_part = [], {}, {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module that is absent, or inside of one."""
@@ -94,22 +102,33 @@ class Absences:
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""
 
-    def imported(self, run: Callable[[], T]) -> T:
-        """Import something, with a stand-in for each module without which that fails."""
+    def imported(self, run: Callable[[], T], found_above: Callable[[str], bool]) -> T:
+        """Import something, with a stand-in for each module without which that fails.
+
+        Args:
+            run: Imports it.
+            found_above: Looks for a module in the folders above.
+        """
         self.importing = True
-        sys.meta_path.append(self)
+        sys.meta_path.insert(0, self)
         try:
             while True:
                 try:
                     return run()
-                except ModuleNotFoundError as error:
-                    if error.name is None or self.find_spec(error.name):
+                except ImportError as error:
+                    if error.name and found_above(error.name):
+                        continue
+                    name = error.name if isinstance(error, ModuleNotFoundError) else _library_that_fails(error)
+                    if not name or self.find_spec(name):
                         raise
-                    self.names.append(error.name)
+                    self.names.append(name)
         finally:
             self.importing = False
             sys.meta_path.remove(self)
             for name in [name for name in sys.modules if self.find_spec(name)]:
+                holder, _, last = name.rpartition(".")
+                if isinstance(sys.modules.get(holder), ModuleType):
+                    vars(sys.modules[holder]).pop(last, None)
                 del sys.modules[name]
 
     def refuse(self, package: str) -> NoReturn:
@@ -124,20 +143,31 @@ class Absences:
 
     def tell(self, report: Report) -> None:
         """Say in a report which packages are absent, before anything else where the code uses them."""
-        texts = [f"{name}, which is not installed{line}: pip install {_pip(name)}" for name, line in self.used.items()]
+        texts = [f"{name}, which is not installed{line}: {_advice(name)}" for name, line in self.used.items()]
         if texts and report.verdict == "unchecked":
             report.reason = "\n".join(f"It uses {text}" for text in texts)
         elif texts:
             report.coverage += [Exercise("other calls", False, f"they use {text}") for text in texts]
             report.verdict = "partial" if report.verdict == "equal" else report.verdict
-        if unused := [name for name in self.names if name.partition(".")[0] not in self.used]:
+        if unused := [name for name in self.names if name not in self.used]:
             report.notes.append(f"not installed, and not used by what was checked: {', '.join(unused)}")
-        if self.in_part:
-            report.notes.append(f"only the definitions of the file were run: {self.in_part}")
+        report.notes += [f"only the definitions of {file} were run: {why}" for file, why in self.in_part.items()]
 
 
-def _pip(package: str) -> str:
-    return DISTRIBUTIONS.get(package, package.replace("_", "-"))
+def _advice(package: str) -> str:
+    """Say how to get a package; a name that many projects give to a file of their own is none to install."""
+    if OWN_FILES.search(package):
+        return "if it is a file of this project, put it beside this one or in a folder above"
+    return f"pip install {DISTRIBUTIONS.get(package, package.replace('_', '-'))}"
+
+
+def _library_that_fails(error: ImportError) -> str:
+    """Name what is installed but cannot be imported, such as one that refuses the version of another; "" for others."""
+    walked = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    walked = [one for one in walked if not one[0].startswith("<frozen")]
+    own = [one for one in walked if is_users(one[0]) and "site-packages" not in one[0]]
+    named = re.match(r"\s*(from|import)\s+([A-Za-z_][\w.]*)", linecache.getline(*own[-1])) if own else None
+    return named[2] if named and walked[-1] != own[-1] else ""
 
 
 ABSENCES = Absences()

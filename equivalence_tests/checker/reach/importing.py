@@ -10,8 +10,8 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from equivalence_tests.checker.reporting.lines import raised_at
 OURS = Path(__file__).resolve().parents[3]
 OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")
 PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")  # one of them stands at its root
-DEEPEST = 6  # folders between a file and the root of its project
+DEEPEST, NEAR = 6, 4  # folders between a file and the root of its project, and where nothing shows which that is
 FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to how many characters
 # What a script does beside defining; none of it is run where a part of it cannot be.
 DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
@@ -53,8 +53,8 @@ def imported(place: str, run_all: bool) -> ModuleType:
         return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
 
     try:
-        with _users_modules_first(path):
-            return ABSENCES.imported(run)
+        with _users_modules_first(path) as found_above:
+            return ABSENCES.imported(run, found_above)
     except CannotCheckError:
         raise
     except (Exception, SystemExit) as error:
@@ -84,17 +84,20 @@ def _definitions_of(path: Path, text: str) -> dict[str, Any]:
     """Run the imports, definitions and plain values of a file, and give what it calls them; nothing if that fails."""
     module = sys.modules[f"_beside_{path.stem}"] = ModuleType(f"_beside_{path.stem}")  # where a dataclass looks
     module.__file__ = str(path)
-    with contextlib.suppress(Exception, SystemExit), _users_modules_first(path):
+    with contextlib.suppress(Exception, SystemExit), _users_modules_first(path) as found_above:
         tree = _partial(text, lambda node: isinstance(node, DEFINITIONS) or is_constant(node))
-        ABSENCES.imported(lambda: exec(compile(tree, str(path), "exec"), vars(module)))
+        ABSENCES.imported(lambda: exec(compile(tree, str(path), "exec"), vars(module)), found_above)
     return {name: x for name, x in vars(module).items() if getattr(x, "__module__", module.__name__) == module.__name__}
 
 
 @contextlib.contextmanager
-def _users_modules_first(path: Path) -> Iterator[None]:
+def _users_modules_first(path: Path) -> Iterator[Callable[[str], bool]]:
     """Let the user's folders come first: what they call ``scratch`` or ``benchmarks`` is theirs, not ours.
 
     The folder that holds the package of a file comes before its own, the folders above it and their ``src`` come last.
+
+    Yields:
+        ``_Neighbours.found_above``.
     """
     above = _folders_above(path) if path.is_file() else []
     holder = [next(folder for folder in path.parents if not (folder / "__init__.py").is_file())] if above else []
@@ -107,19 +110,27 @@ def _users_modules_first(path: Path) -> Iterator[None]:
         del sys.modules[name]
     sys.path[:] = [*map(str, folders), *sys.path, *last]
     for name in theirs:
-        spec = PathFinder.find_spec(name, list(map(str, places)))
-        if spec is not None and spec.origin is None:  # a folder without __init__.py would come after ours
-            sys.modules[name] = importlib.util.module_from_spec(spec)
+        _put_first(name, places)
+    neighbours = _Neighbours(path, above[-1] if above else Path.cwd())
+    sys.meta_path.insert(0, neighbours)
     try:
-        yield
+        yield neighbours.found_above
     finally:
-        for folder in (*map(str, folders), *last):
+        sys.meta_path.remove(neighbours)
+        for folder in (*map(str, (*folders, *neighbours.added)), *last):
             with contextlib.suppress(ValueError):  # the code may have changed it
                 sys.path.remove(folder)
         if ours:
             for name in [name for name in sys.modules if name.partition(".")[0] in theirs]:
                 del sys.modules[name]
             sys.modules.update(ours)
+
+
+def _put_first(name: str, places: Sequence[Path]) -> None:
+    """Let a folder without __init__.py come before the files and packages of its name that lie elsewhere."""
+    spec = PathFinder.find_spec(name, list(map(str, places)))
+    if spec is not None and spec.origin is None:
+        sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def _folders_above(path: Path) -> list[Path]:
@@ -133,18 +144,32 @@ def _defines(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
+def _holds(folder: Path, name: str) -> bool:
+    """Whether a folder holds the file, or the package, of a module."""
+    place = folder.joinpath(*name.split("."))
+    return place.with_name(f"{place.name}.py").is_file() or next(place.glob("*.py"), None) is not None
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import a file by itself; one that imports relative to its package, as a part of that, or of one further up."""
+    name = f"_checked_{path.stem}"
+    loader = _InFullOrPart(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # it is given its loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        return _in_full_or_part(f"_checked_{path.stem}", path)
-    except ImportError as error:
+        loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        del sys.modules[name]
         if "relative import" not in str(error):
             raise
+    else:
+        return module
     packages = list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents))
     for root in path.parents[max(len(packages), 1) : DEEPEST]:  # a package need not have an __init__.py
         sys.path.insert(0, str(root))
         try:
-            return _in_full_or_part(".".join(path.relative_to(root).with_suffix("").parts), path)
+            return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
         except ImportError as error:
             if "beyond top-level" not in str(error):
                 raise
@@ -153,33 +178,62 @@ def _import_file(path: Path) -> ModuleType:
     raise ImportError(f"the package of {path} was not found")
 
 
-def _in_full_or_part(name: str, path: Path) -> ModuleType:
-    """Import a file under this name; where it trains or breaks off, run what it defines."""
-    if step := _training_step(path):
-        return _in_part(name, path, f"it trains ({path.name}:{step})")
-    try:
-        if "." in name:
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None  # it ends in .py
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError):
-        sys.modules.pop(name, None)
-        raise
-    except (Exception, SystemExit) as error:
-        return _in_part(name, path, f"{said(error)}{raised_at(error)}")
-    return module
+class _InFullOrPart(SourceFileLoader):
+    """Runs a file of the user's; where it trains or breaks off, what it defines."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it in a module."""
+        path = Path(self.path)
+        if step := _training_step(path):
+            why = f"it trains ({path.name}:{step})"
+        else:
+            try:
+                super().exec_module(module)
+            except (ImportError, SyntaxError):
+                raise
+            except (Exception, SystemExit) as error:
+                why = f"{said(error)}{raised_at(error)}"
+            else:
+                return
+        ABSENCES.in_part[path.name] = why
+        tree = _partial(path.read_bytes(), lambda node: not isinstance(node, DOES))
+        exec(compile(tree, str(path), "exec"), vars(module))
 
 
-def _in_part(name: str, path: Path, reason: str) -> ModuleType:
-    ABSENCES.in_part = reason
-    module = sys.modules[name] = ModuleType(name)
-    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
-    tree = _partial(path.read_bytes(), lambda node: not isinstance(node, DOES))
-    exec(compile(tree, str(path), "exec"), vars(module))
-    return module
+class _Neighbours:
+    """Finds the files of the user's project, so that they run in full or in part.
+
+    Args:
+        path: The file that is imported.
+        root: Of its project.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.root = path, root
+        self.added: list[Path] = []  # folders above that are looked in, too
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find one of their files; None for what is installed."""
+        spec = PathFinder.find_spec(name, path)
+        file = Path(spec.origin or "") if spec is not None and type(spec.loader) is SourceFileLoader else Path()
+        if spec is None or "site-packages" in file.parts or not any(map(file.is_relative_to, (self.root, *self.added))):
+            return None
+        spec.loader = _InFullOrPart(name, str(file))
+        return spec
+
+    def found_above(self, name: str) -> bool:
+        """Say whether a module that was not found lies in a folder above the file, which is then looked in, too."""
+        nearest = next((one for one in self.path.parents[:NEAR] if one not in self.added and _holds(one, name)), None)
+        if nearest is None:
+            return False
+        self.added.append(nearest)
+        first = name.partition(".")[0]
+        shadowed = [one for one in sys.modules if one.partition(".")[0] == first]
+        sys.path.insert(0 if shadowed else len(sys.path), str(nearest))
+        for one in shadowed:  # a file of the same name that lies nearer
+            del sys.modules[one]
+        _put_first(first, [nearest])
+        return True
 
 
 def _training_step(path: Path) -> int:

@@ -62,7 +62,7 @@ def _member(owner: Any, name: str, place: str) -> Any:
             and (inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module)))
         )
         hint = f"; it has {', '.join(names)}" if names else ""
-        hint += f"; only the definitions of the file were run: {ABSENCES.in_part}" if ABSENCES.in_part else ""
+        hint += "".join(f"; only the definitions of {file} were run: {why}" for file, why in ABSENCES.in_part.items())
         raise CannotCheckError(f"there is no {name} in {place}{hint}") from error
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from equivalence_tests import verify
+from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 
@@ -61,7 +62,7 @@ def test_what_uses_no_absent_package_and_no_file_is_checked(script: Path) -> Non
     assert report, str(report)
     told = "\n".join(report.notes)
     assert "not installed, and not used by what was checked: absent_logs, absent_tensors" in told
-    assert "only the definitions of the file were run: FileNotFoundError" in told
+    assert "only the definitions of train.py were run: FileNotFoundError" in told
     assert "train.py:8" in told
     assert load(f"{script}:block_size") == 16
 
@@ -101,6 +102,48 @@ def test_modules_are_found_from_the_root_of_the_project(
     (inner / "attention.py").write_text(line)
     monkeypatch.chdir(tmp_path)
     assert load("src/shapes_of_ours/layers/attention.py:width") == 7
+
+
+def test_packages_of_the_project_are_found_though_nothing_shows_its_root(tmp_path: Path) -> None:
+    inner, tools = tmp_path / "net_of_ours", tmp_path / "tools_of_ours"
+    inner.mkdir()
+    tools.mkdir()
+    (inner / "tools_of_ours.py").write_text("depth = 3")  # lies nearer, and is another
+    (inner / "sizes.py").write_text("width = 7")
+    (tools / "logger.py").write_text("from net_of_ours.sizes import width")
+    text = "from tools_of_ours.logger import width\nfrom net_of_ours.tools_of_ours import depth"
+    (inner / "attention.py").write_text(text)
+    assert load(f"{inner / 'attention.py'}:width") == 7
+    assert load(f"{inner / 'attention.py'}:depth") == 3
+
+
+def test_of_neighbours_that_train_or_break_off_the_definitions_are_run(tmp_path: Path) -> None:
+    (tmp_path / "fits_of_ours.py").write_text("steps = 3\nfor _ in iter(int, 1):\n    loss.backward()")
+    (tmp_path / "reads_of_ours.py").write_text("text = open('no-such-corpus')\nwidth = 7")
+    (tmp_path / "attention.py").write_text("from fits_of_ours import steps\nfrom reads_of_ours import width")
+    ABSENCES.forget()
+    assert load(f"{tmp_path / 'attention.py'}:width") == 7
+    assert ABSENCES.in_part["fits_of_ours.py"] == "it trains (fits_of_ours.py:3)"
+    assert ABSENCES.in_part["reads_of_ours.py"].startswith("FileNotFoundError")
+
+
+def test_an_installed_package_that_refuses_to_be_imported_is_stood_in_for(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "picky_package"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("raise ImportError('wants version 9 of something')")
+    (tmp_path / "attention.py").write_text(
+        f"import sys\nsys.path.append({str(library.parent)!r})\nfrom picky_package import logs\nwidth = 7"
+    )
+    assert load(f"{tmp_path / 'attention.py'}:width") == 7
+
+
+def test_a_name_that_projects_give_to_their_own_files_is_not_to_be_installed(tmp_path: Path) -> None:
+    (tmp_path / "attention.py").write_text(
+        "from helpers import scaled\ndef attend(q, k, v):\n    return scaled(q, k) @ v"
+    )
+    reason = verify(f"{tmp_path / 'attention.py'}:attend").reason
+    assert "It uses helpers" in reason
+    assert "pip install" not in reason
 
 
 def test_a_script_that_trains_is_not_run(tmp_path: Path) -> None:
