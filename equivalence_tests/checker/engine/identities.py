@@ -224,6 +224,8 @@ class _Follower(Meetings):
             return fitting[0][1].clone()
         fitting.sort(key=lambda item: (before[item[0]].shape != shape, self._rank(item[1])))  # type: ignore[union-attr]
         place, codes = fitting[0]
+        if taken[place].shape != shape and self._is_repeated_over_tokens(operation, taken, shape):  # type: ignore[union-attr]
+            return None
         rest = [other for _, other in fitting[1:] if not torch.equal(other, codes)]
         if self._rank(codes) == 0 or codes.is_complex():
             return codes
@@ -231,6 +233,11 @@ class _Follower(Meetings):
         if named is codes and second is not None and second.shape == shape:
             self.others.setdefault(slot.key, second)
         return named
+
+    def _is_repeated_over_tokens(self, operation: Operation, taken: list[Tensor | None], shape: torch.Size) -> bool:
+        """Whether what has names is repeated over tokens that have none yet, as a vector of each sample is."""
+        others = zip(operation.inputs, operation.origins, taken, strict=False)
+        return any(x.value.shape == shape and bits & self.arguments and codes is None for x, bits, codes in others)
 
     def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
         """Undo the exchange of tokens and features in some operands' names where other operands have none."""

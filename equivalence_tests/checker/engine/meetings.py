@@ -50,7 +50,9 @@ class Meetings:
         }
         self.patched: dict[int, Tensor] = {}
         self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
-        self.parameters = sum(1 << i for i, name in enumerate(recorder.names) if name.startswith("param:"))
+        self.parameters, self.arguments = (
+            sum(1 << i for i, name in enumerate(recorder.names) if name.startswith(kind)) for kind in ("param:", "arg:")
+        )
         self.siblings: dict[int, dict[int, Tensor]] = {}
         self.contexts: dict[tuple[Any, ...], Source] = {}
         self.bases: dict[int, int] = {}  # the first token of each tensor that had no names

@@ -190,7 +190,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     if run.kind == "image" and stacks:
         mixed = any(_patches_are_mixed(module, run, path) for path in stacks)
         yield "a token for each patch", "patches_mixed" if mixed else "", _owner_of_patches(module)
-    moved = _moved_with_its_place(module, run)
+    moved = None if run.of_samples else _moved_with_its_place(module, run)
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     # Without ids, tokens may be a set, unless the model holds positions.
     if run.kind not in ("ids", "memory") and not _holds_positions(module):

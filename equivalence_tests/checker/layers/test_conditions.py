@@ -4,9 +4,15 @@ from pathlib import Path
 
 import torch
 
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.layers.whole_conditions import Conditions
+from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.model_calls import run_model
+from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.ledger import lookalikes
+from equivalence_tests.ledger.lookalikes.conditioned import InlineBlock, TimedModel
 
 FILE = Path(lookalikes.__path__[0]) / "conditioned.py"
 
@@ -23,6 +29,23 @@ def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) ->
     report = verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock")
     assert report.verdict in ("deviates", "unchecked"), str(report)
     assert "a vector of its sample" in str(report)
+
+
+def test_a_model_is_given_the_time_step_and_the_class_of_each_sample() -> None:
+    errors, mistakes = list[str](), list[str]()
+    with default_dtype(torch.float64):
+        run = run_model(TimedModel(8, 3, 2, 24, 2, 5), Sizes(), errors, mistakes)
+    assert run is not None, errors
+    assert run.of_samples
+    assert run.run(run.source[:1], None, {}).shape == (1, 16, 12)
+    assert not mistakes
+
+
+def test_a_vector_of_the_sample_names_no_tokens() -> None:
+    module = InlineBlock(12, 2).double()
+    tokens, vector = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 12, dtype=torch.float64)
+    (report,) = diagnose_call(Call(lambda x: module(x, vector), (tokens,), module=module))
+    assert not report.mistakes, str(report)
 
 
 def test_tokens_of_one_sample_are_no_vectors_and_what_is_made_of_these_is_known_by_its_module() -> None:

@@ -31,7 +31,7 @@ from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, 
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import ModelRun, run_model
+from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.proposing import other_options
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
@@ -45,6 +45,7 @@ FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
+OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
 
 
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
@@ -290,6 +291,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     width = walk.sizes.embed_dim  # that of a model may be that of its input only
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
+    own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     intended = {**own, **walk.intended}
     adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, intended=intended)
     try:

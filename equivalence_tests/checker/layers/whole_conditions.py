@@ -23,9 +23,9 @@ class Conditions:
     made: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def given(self, name: str, x: Tensor, all_given: Sequence[Tensor]) -> bool:
-        """Note an argument, if it holds a vector for each sample and others hold the tokens; say whether it does."""
-        others = any(other.dim() > 2 or not other.is_floating_point() for other in all_given)
-        if x.dim() == 2 and x.is_floating_point() and others:
+        """Note an argument, if it holds a vector or a number for each sample and others the tokens; say whether so."""
+        samples = [len(other) for other in all_given if other.dim() > 2 or not other.is_floating_point()]
+        if samples and ((x.dim() == 2 and x.is_floating_point()) or (x.dim() == 1 and len(x) in samples)):
             self.made[id(x)] = name, ""
         return id(x) in self.made
 

@@ -156,9 +156,8 @@ class Follower:
             x: The tensor.
         """
         argument = name.partition("[")[0]
-        angles = role_of_parameter(argument) == "angles"  # of rotary positions, and no tokens
-        hidden = argument in self.hides or angles or x.dtype == torch.bool or x.dim() < 2
-        if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs):
+        hidden = argument in self.hides or role_of_parameter(argument) == "angles" or x.dtype == torch.bool
+        if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs) or x.dim() < 2:
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
         if x.dim() == 4:  # an image: what convolutions make of it is numbered anew
@@ -171,13 +170,14 @@ class Follower:
     def _called(self, call: ModuleCall) -> None:
         kind, path = self._kind(call.path).replace(OF_POSITIONS, "positions"), call.path
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
+        if not data and self.conditions.follow(call.inputs, call.outputs, path):
+            return
         if kind == "embedding":
             self._looked_up(path, call.inputs[0], call.outputs[0])
         elif kind == "positions" and not data:
             self._new("table", path, (), call.outputs[:1], torch.zeros(()))
         elif not data:
-            if not self.conditions.follow(call.inputs, call.outputs, path):
-                raise UnreadError(f"{path} is given nothing that could be followed")
+            raise UnreadError(f"{path} is given nothing that could be followed")
         elif kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
         else:

@@ -16,7 +16,7 @@ from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Si
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import TRIED
@@ -25,13 +25,14 @@ TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
+TIME = re.compile(r"^ts?$|time|step|sigma|noise|^tau$", re.IGNORECASE)
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
 PATCHES = (16, 8, 4)  # sides of patches that are usual
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
 BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
-MOST_TRIALS = 4
+MOST_TRIALS, MOST_CONDITIONED = 4, 8
 Given = Mapping[str, Tensor]
 
 
@@ -48,6 +49,7 @@ class ModelRun:
             embeds its own ids, a memory and ids.
         length_first: Whether the length comes before the batch.
         patch: Width of the patches of an image.
+        of_samples: Whether it is given something of each sample beside the tokens, the same in each call.
     """
 
     run: Callable[[Tensor, Tensor | None, Given], Tensor]
@@ -57,6 +59,7 @@ class ModelRun:
     kind: str = "ids"
     length_first: bool = False
     patch: int = 1
+    of_samples: bool = False
 
     @property
     def masked(self) -> bool:
@@ -120,7 +123,8 @@ def run_layer(trial: Trial) -> ModelRun:
     def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
         return trial.output(Inputs(source if target is None else target, source, source), given)
 
-    return ModelRun(run, inputs.key, None if alone else inputs.query, masks, "stack")
+    vectors = any(role.startswith("=(") for role in trial.plan.given)
+    return ModelRun(run, inputs.key, None if alone else inputs.query, masks, "stack", of_samples=vectors)
 
 
 def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
@@ -128,12 +132,33 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     parameters = parameters_of(module)
     required = {p.name: _role(p) for p in parameters if p.default is p.empty}
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
-    for roles in (required, *({**required, aim: ""} for aim in aims)):
+    conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
+    for roles in itertools.chain([required], ({**required, aim: ""} for aim in aims), conditioned):
         runs = _runs_of(module, roles, errors)
         first = next(runs, None)
         if first is not None:
             yield from itertools.chain([first], runs)
             return
+
+
+def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Say what may be handed over beside one sequence or image: a time step or a class of each sample, or a vector."""
+    others = [name for name, role in roles.items() if not role][1:]
+    widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    vectors = [f"vector {width}" for width in [*widths][:MOST_WIDTHS]]
+    steps = ["steps", "times"]
+    likely = [[*steps, *vectors] if TIME.search(name) else ["classes", *vectors, *steps] for name in others]
+    for chosen in ranked(likely) if others else ():
+        yield {**roles, **dict(zip(others, chosen, strict=True))}
+
+
+def _of_samples(role: str, batch: int) -> Tensor:
+    """Make the time step, the class or the vector of each sample."""
+    kind, _, width = role.partition(" ")
+    if kind == "vector":
+        return torch.randn(batch, int(width), generator=torch.Generator().manual_seed(9))
+    numbers = torch.arange(batch)
+    return numbers % 2 if kind == "classes" else 3 + 4 * numbers if kind == "steps" else (1 + numbers) / (2 + batch)
 
 
 def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
@@ -155,7 +180,8 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
             given = (), arguments(source, source if target is None else target)
             TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
-                yield ModelRun(run, source, target, masks, kind, length_first, patch), form is not None
+                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target"}
+                yield ModelRun(run, source, target, masks, kind, length_first, patch, beside), form is not None
 
 
 def _role(parameter: Parameter) -> str:
@@ -187,9 +213,11 @@ def _arguments(
         if role == "mask" and form is not None:
             may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
-        else:
+        elif role == "mask" or role in tensors:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
+        else:
+            arguments[name] = _of_samples(role, len(source))
     return arguments
 
 

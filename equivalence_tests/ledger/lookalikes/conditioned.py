@@ -108,3 +108,46 @@ class WholeTriangle(TerseAttention):
         q, k, v = (f(x).view(*x.shape[:2], self.n, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         w = torch.softmax(q @ k.transpose(-1, -2) / self.d_k**0.5 + self.hidden, dim=-1)
         return self.o((w @ v).transpose(1, 2).flatten(2))
+
+
+class TimedModel(nn.Module):
+    """Takes an image with the time step and the class of each sample, and gives tokens of pixels."""
+
+    def __init__(
+        self, img_size: int, in_channels: int, patch_size: int, dim: int, n_heads: int, num_classes: int
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, dim, patch_size, patch_size)
+        self.positions = nn.Parameter(torch.randn(1, (img_size // patch_size) ** 2, dim))
+        self.time, self.label = (
+            nn.Sequential(nn.Linear(16, dim), nn.SiLU(), nn.Linear(dim, dim)),
+            nn.Embedding(num_classes, dim),
+        )
+        self.block, self.out = ConditionedBlock(dim, n_heads), nn.Linear(dim, in_channels * patch_size**2)
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """Run the block on the patches."""
+        angles = t[:, None].to(x.dtype) * torch.exp(-torch.arange(8, dtype=x.dtype, device=x.device))
+        condition = self.time(torch.cat((angles.cos(), angles.sin()), -1)) + self.label(y)
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        return self.out(self.block(tokens, condition))
+
+
+class InlineBlock(ConditionedBlock):
+    """Computes its attention in its own forward."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__(hidden_size, num_heads)
+        del self.attn
+        self.num_heads, self.qkv = num_heads, nn.Linear(hidden_size, 3 * hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """Run both."""
+        b, n, d = x.shape
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)
+        q, k, v = self.qkv(shifted(self.norm1(x), shift1, scale1)).chunk(3, dim=-1)
+        q, k, v = (t.view(b, n, self.num_heads, -1).transpose(1, 2) for t in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d)
+        x = x + gate1.unsqueeze(1) * self.proj(mixed)
+        return x + gate2.unsqueeze(1) * self.mlp(shifted(self.norm2(x), shift2, scale2))

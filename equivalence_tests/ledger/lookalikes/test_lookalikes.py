@@ -29,7 +29,7 @@ RIGHT = (
     "speech:ContextAttention",
     "speech:ValuesKeysQuery",
     *(f"conditioned:{name}" for name in ("ConditionedBlock", "TimedBlock", "TerseAttention", "SharingAttention")),
-    "conditioned:WholeTriangle",
+    *(f"conditioned:{name}" for name in ("WholeTriangle", "TimedModel", "InlineBlock")),
 )
 # What to verify, what to replace by what, and the name of the mistake that this makes.
 BROKEN = (
@@ -50,6 +50,7 @@ BROKEN = (
     ("conditioned:ConditionedBlock", "x + gate1", "gate1", "residual_missing"),
     ("conditioned:TimedBlock", "self.cross(self.n2(x)", "self.cross(self.n1(x)", "norm_shared"),
     ("conditioned:TerseAttention", "dim=-1", "dim=-2", "softmax_over_queries"),
+    ("conditioned:TimedModel", "return x + gate2", "return gate2", "residual_missing"),
 )  # fmt: skip
 
 
