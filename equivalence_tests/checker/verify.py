@@ -145,7 +145,8 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except SystemExit as error:
             reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            reports = [Report(name, reason=f"The check stopped with {said(error)}{raised_at(error)}")]
+            own = raised_at(error) or ", in a step of the check itself, not in this code"
+            reports = [Report(name, reason=f"The check stopped with {said(error)}{own}")]
         finally:
             torch.set_num_threads(threads)
     for report in reports:

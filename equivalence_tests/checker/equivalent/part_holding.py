@@ -18,7 +18,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import tensors_of as watched_tensors
-from equivalence_tests.checker.reporting.equivalents import Equivalent, like
+from equivalence_tests.checker.reporting.equivalents import Equivalent, like, taken
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
@@ -58,7 +58,7 @@ class WrittenPart:
             state = names["from_theirs"](module.state_dict(keep_vars=True))
             if state.keys() != made.state_dict().keys():
                 raise UnreadError("it is not known which parameters all of its weights are")
-            return output(functional_call(made, state, args, kwargs))
+            return output(functional_call(made, state, *taken(made.forward, args, kwargs)))
 
         return computed
 

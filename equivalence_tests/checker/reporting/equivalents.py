@@ -1,6 +1,7 @@
 """The same in torch: a program of torch's own parts that gives the numbers of the code that was checked."""
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.text import Text
 
 SHOWN_LINES = 24
 WIDE_ENOUGH = 100
+WRITTEN = "<equivalent>"  # what its lines are said to be of
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Equivalent:
         if not self.source:
             raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
         names: dict[str, Any] = {}
-        exec(compile(self.source, "<equivalent>", "exec"), names)  # our own text
+        exec(compile(self.source, WRITTEN, "exec"), names)  # our own text
         return names
 
     def __rich__(self) -> Group:
@@ -130,6 +132,16 @@ def like(module: Any, device: Any, dtype: Any) -> Any:
     for own in (*module.parameters(), *module.buffers()):
         own.data = own.data.to(device, dtype if own.is_floating_point() else own.dtype)
     return module
+
+
+def taken(made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give those arguments that a program takes: what the numbers do not depend on is not among them.
+
+    >>> taken(lambda x: x, (), {"x": 2, "verbose": True})
+    ((), {'x': 2})
+    """
+    wanted = inspect.signature(made).parameters
+    return (*args[: len(wanted)],), {name: x for name, x in kwargs.items() if name in wanted}
 
 
 @dataclass(frozen=True)
