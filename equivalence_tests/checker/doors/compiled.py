@@ -17,6 +17,7 @@ from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult, Finding
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.instruments.differences import ErrorRatio, compare_errors, largest_value
@@ -166,7 +167,7 @@ def _outputs(
         function = copy.deepcopy(function).to(dtype)
     here = Trial(function, trial.plan, trial.sizes, dtype, trial.adapted)
     args, kwargs = here.arguments(here.inputs(length, length))
-    leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = list(tensors_in((args, kwargs)))
     for leaf in leaves:
         leaf.requires_grad_(gradients)
     with torch.set_grad_enabled(gradients):

@@ -103,7 +103,7 @@ def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
 
 def _attends_to_itself(trial: Trial) -> bool:
     """Whether it can attend to its own input: with one argument, with one each for q, k and v, or with a memory."""
-    given = {role for _, role in trial.plan.roles}
+    given = trial.plan.given
     return trial.plan.self_attention or ("query" in given and ("memory" in given or {"key", "value"} <= given))
 
 
@@ -212,7 +212,7 @@ class _Decoder:
             if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
                 raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
-            if size <= earlier and "memory" in dict(trial.plan.roles).values():  # it may be kept as a whole
+            if size <= earlier and "memory" in trial.plan.given:  # it may be kept as a whole
                 raise CannotCheckError("what is kept of a second tensor does not grow from step to step")
             yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
             start = stop

@@ -73,7 +73,8 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
     if read is None or any(len(set(letters)) < len(letters) for letters in read):
         return None
     one, two, given = read
-    sizes = dict(zip(one, first.shape, strict=True)) | dict(zip(two, second.shape, strict=True))
+    sizes = dict(zip(one, first.shape, strict=True))
+    sizes |= {x: max(size, sizes.get(x, 1)) for x, size in zip(two, second.shape, strict=True)}  # 1 is broadcast
     two, apart = _joined(equation, one, two, given, sizes)
     shared = [x for x in given if x in one and x in two]
     summed = [x for x in dict.fromkeys(one + two) if x not in given]

@@ -28,6 +28,7 @@ LAYOUTS = {
     "b e l 1": "(batch, features, height, width)",
     "b e 1 l": "(batch, features, 1, len)",
     "b 1 l e": "(batch, 1, len, features)",
+    "b l 1 e": "(batch, height, width, features)",
     "b e l 1 1": "(batch, features, len, height, width)",
 }
 WRAPS = {

@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.same import HIDING, MEASURED, near
 from equivalence_tests.checker.engine.taking_part import argument_name
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout
+from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.subject import Subject
@@ -187,7 +187,8 @@ def call_of(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> tuple
     roles = dict(trial.plan.roles)
     pairs = [*zip(roles.values(), args, name_args, strict=False)] if args else []
     pairs += [(roles[name], kwargs[name], name_kwargs[name]) for name in kwargs]
-    tokens = [one for one in pairs if one[0] in OF_TOKENS and isinstance(one[1], Tensor)]
+    held = [one for role, *both in pairs if role.startswith("[") for one in zip(held_roles(role), *both, strict=True)]
+    tokens = [one for one in (*pairs, *held) if one[0] in OF_TOKENS and isinstance(one[1], Tensor)]
     module = trial.function if isinstance(trial.function, nn.Module) else None
     call = Call(trial.called, args, kwargs, module, {id(x): names for _, x, names in tokens})
     return call, {id(x): OF_TOKENS[role] for role, x, _ in tokens}

@@ -1,6 +1,5 @@
 """Hold a verdict against torch: the program of what was read, compared as a whole with what the code gives."""
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,8 +36,9 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.equivalents import Equivalent, taken
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
 from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
@@ -144,13 +144,14 @@ class Held:
         layout, module = layout_of(situation.trial), situation.subject.module
         made = found.of(module)
         made = made if found.is_function else made.to(situation.subject.dtype).eval()
-        wanted = inspect.signature(made if found.is_function else made.forward).parameters
-        for case in [case_of(situation.trial, None, "", seed=41, form=one) for one in dict.fromkeys((None, form))]:
+        other = form is not None and situation.plan.neutral not in (None, form)  # the text takes a mask of one form
+        forms = dict.fromkeys((form,) if other else (None, form))
+        for case in [case_of(situation.trial, None, "", seed=41, form=one) for one in forms]:
             theirs = layout.outward(layout.output(case.call.returned())).double()
-            args, kwargs, _ = case.call.fresh()
-            ours = made(*args[: len(wanted)], **{name: x for name, x in kwargs.items() if name in wanted})
+            args, kwargs = taken(made if found.is_function else made.forward, *case.call.fresh()[:2])
+            ours = ask(partial(made, *args, **kwargs)).value
             rows = slice(None) if case.rows is None else case.rows
-            if not difference_of(layout.outward(ours)[rows], theirs[rows]) <= tolerance:
+            if ours is None or not difference_of(layout.outward(ours)[rows], theirs[rows]) <= tolerance:
                 return False
         return True
 
@@ -179,9 +180,8 @@ def layout_of(trial: Trial) -> Layout:
 
 def signature_of(situation: Situation) -> Signature:
     """Say how the code that was checked is called."""
-    plan, names = situation.plan, [name for name, _ in situation.plan.roles]
-    data = [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
-    arguments = tuple((name, names[int(name)] if plan.positional else name) for name in data)
+    plan, data = situation.plan, [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
+    arguments = tuple((name, plan.at(name)[0]) for name in data)
     returned = _output(situation.found.run.output, plan.output)
     return Signature(
         situation.subject.name.rpartition("/")[2],
@@ -315,10 +315,8 @@ def _plain(situation: Situation) -> Iterator[Plain]:
 
 def arguments_of(situation: Situation) -> dict[str, str]:
     """Name the argument in each role, as a program calls them."""
-    plan, roles = situation.plan, dict(situation.plan.roles)
-    names = [name for name, _ in plan.roles]
     data = [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
-    return {roles[names[int(name)] if plan.positional else name]: name for name in data}
+    return {situation.plan.at(name)[1]: name for name in data}
 
 
 def _state_difference(report: Report, situation: Situation) -> None:

@@ -162,7 +162,8 @@ class OperandReader:
         flat, every = self._flat(tokens), list(all_of(tokens))
         alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
         if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
-            self.numbers.setdefault(role, _row_numbers(source.codes))  # other tokens than those of an argument
+            rows = torch.cdist(flat, tensor.detach().double().flatten(0, -2)).argmin(0)  # which of these is which
+            self.numbers.setdefault(role, _row_numbers(source.codes, rows))  # other tokens than those of an argument
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
             raise UnreadError("what is projected has different tokens from what is handed over")
@@ -194,11 +195,11 @@ def first_alike(weight: Tensor) -> Tensor:
     return (rows[:, None] == rows).all(-1).long().argmax(-1)
 
 
-def _row_numbers(codes: Tensor) -> dict[int, int]:
-    """Say in which row each token lies, the first of several that are alike; rows are numbered in memory order."""
+def _row_numbers(codes: Tensor, rows: Tensor) -> dict[int, int]:
+    """Say in which row each token lies, the first of several that are alike, by where they lie in memory."""
     flat = codes.reshape(-1)
-    rows = token_of(flat)[feature_of(flat) == feature_of(flat[:1])]
-    return {token: place for place, token in reversed(list(enumerate(rows.tolist())))}
+    tokens = token_of(flat)[feature_of(flat) == feature_of(flat[:1])]
+    return {token: place for place, token in reversed([*zip(rows.tolist(), tokens.tolist(), strict=False)])}
 
 
 def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:

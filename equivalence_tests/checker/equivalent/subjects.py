@@ -42,12 +42,12 @@ from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
-from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
-from equivalence_tests.checker.reporting.lines import code_lines, raised_at
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 FIXED = ("NameError", "ModuleNotFoundError", "AttributeError: module '")  # what no other argument or size would change
@@ -79,7 +79,7 @@ def examine_attention(
         own = f"AttributeError: '{type(subject.function).__name__}' object"
         fixed = [text for text in errors if text.startswith((*FIXED, own))]
         if fixed and not unread:
-            raise CannotCheckError(_cannot_call(fixed))
+            raise CannotCheckError(_cannot_call(Errors(fixed)))
         if len(unread) == MOST_SIZES:
             break
     if not unread:
@@ -103,8 +103,10 @@ def _watched(subject: Subject, errors: Errors) -> Report | None:
     return None
 
 
-def _cannot_call(errors: list[str]) -> str:
+def _cannot_call(errors: Errors) -> str:
     """List what the calls raised, what was raised furthest down the code first: that call came closest to fitting."""
+    if errors.own:
+        return f"It runs, but the check could not follow it: a step of its own, not this code, raised {errors.own[0]}."
     lines = {text: re.search(r":(\d+)\)$", text) for text in errors}
     last_first = sorted(lines, key=lambda text: -int(place[1]) if (place := lines[text]) else 0)
     shown = "\n".join(f"  {text}" for text in last_first[:4])
@@ -130,10 +132,10 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     try:
         situation = likeliest(subject, trials)
     except RuntimeError as error:  # torch's fused attention runs on no heads of keys at all; its formula does not
-        errors.append(f"{type(error).__name__}: {error}{raised_at(error)}")
+        (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
-    said = _callers_scale(situation)
-    intended = {row.name: said for row in SCALES if said and row.chosen} | dict(subject.adapter.intended)
+    chosen = _callers_scale(situation)
+    intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
@@ -147,7 +149,7 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.intended)
     report.conventions = [*reading_of(situation, report), *report.conventions]
-    report.notes += [*notes_of(situation), *([said] if said and not report.intended else [])]
+    report.notes += [*notes_of(situation), *([chosen] if chosen and not report.intended else [])]
     _beyond_the_call(report, situation)
     report.seconds = time.process_time() - started
     return report

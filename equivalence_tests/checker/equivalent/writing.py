@@ -104,7 +104,7 @@ class AttentionWriter:
     values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [f"{name}: Tensor" for _, name in self.signature.arguments]
+        names = [f"{name}: {kind}" for name, kind in self._kinds.items()]
         names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
         module, target = self.module or nn.Module(), self.signature.target
         heads, width = self.program.query.weight.shape[:2]
@@ -132,10 +132,17 @@ class AttentionWriter:
     def _has_mask(self) -> bool:
         return bool(self.signature.mask) and self.signature.form is not None
 
+    @property
+    def _kinds(self) -> dict[str, str]:
+        """The arguments that hold tokens: "Tensor", or "list[Tensor]" where several lie in one."""
+        places = (own.partition("[") for _, own in self.signature.arguments)
+        return {name: "list[Tensor]" if inside else "Tensor" for name, inside, _ in places}
+
     def _inward(self) -> Iterator[str]:
         turn = LAYOUTS[self.signature.layout][0]
-        for _, name in self.signature.arguments if turn else ():
-            yield f"{name} = {name}{turn}  # (batch, tokens, features)"
+        for name, kind in self._kinds.items() if turn else ():
+            turned = f"{name}{turn}" if kind == "Tensor" else f"[x{turn} for x in {name}]"
+            yield f"{name} = {turned}  # (batch, tokens, features)"
 
     def _outward(self, expression: Any) -> str:
         """Lay it out as the user's code returns it."""

@@ -45,7 +45,9 @@ class Scope:
     def signature(self) -> str:
         """The arguments of its forward; what may be None stands last."""
         names = sorted(self.given, key=lambda name: name in self.maybe)
-        return ", ".join(f"{name}: Tensor" + (" | None = None" if name in self.maybe else "") for name in names)
+        kinds = {name.partition("[")[0]: "list[Tensor]" if "[" in name else "Tensor" for name in names}
+        maybe = dict.fromkeys(self.maybe, " | None = None")
+        return ", ".join(f"{name}: {kind}{maybe.get(name, '')}" for name, kind in kinds.items())
 
     @property
     def anchor(self) -> str:

@@ -120,8 +120,11 @@ class WholeWriter:
     @staticmethod
     def _scope(call: ModuleCall, other: ModuleCall, module: nn.Module, maybe: frozenset[str]) -> Scope:
         given, again = (bound(module, one.args, one.kwargs) for one in (call, other))
+        lists = {name: x for name, x in given.items() if _holds_tensors(x)}
         tensors = {name: (x, again[name]) for name, x in given.items() if isinstance(x, Tensor)}
-        if any(next(tensors_in((x,)), None) is not None for name, x in given.items() if name not in tensors):
+        tensors |= {f"{name}[{i}]": (x[i], again[name][i]) for name, x in lists.items() for i in range(len(x))}
+        others = (x for name, x in given.items() if name not in {*tensors, *lists})
+        if any(next(tensors_in((x,)), None) is not None for x in others):
             raise UnreadError(f"{call.path or 'it'} is given tensors inside other arguments")
         return Scope(call.path, tensors, {name for name in tensors if name in maybe})
 
@@ -289,6 +292,7 @@ class WholeWriter:
         else:  # its class is written anew, and takes tensors alone
             given = bound(module, call.args, call.kwargs)
             kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
+            kwargs |= {name: [leaf(y, y) for y in x] for name, x in given.items() if _holds_tensors(x)}
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
             if taken:
                 theirs = inspect.signature(self.parts[call.path].of(module).forward).parameters
@@ -316,3 +320,8 @@ class WholeWriter:
             body = part.source.split("\n\n\n")[1].rstrip("\n")
             self.classes[path] = self._kept(type(module).__name__, body.replace("class Equivalent", "class NAME", 1))
             self.converted.append(path)
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Whether an argument is a list of nothing but tensors."""
+    return isinstance(x, tuple | list) and bool(x) and all(isinstance(one, Tensor) for one in x)

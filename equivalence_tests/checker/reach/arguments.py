@@ -59,6 +59,7 @@ SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=1
 
 COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|(n|num|h)_?kv(_?h)?$"
 IMAGE_SIDE, PATCH_SIDE = 8, 2
+GRID, RESOLUTION = (4, 8), r"^(in(put)?_?|patch\w*_)?(res(olution)?|grid(_?size)?|hw|spatial_shape)$"  # rows, columns
 
 # What an argument of a constructor is given.
 SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
@@ -70,13 +71,13 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.head_dim,
     ),
     (r"head|^h$|^nh$", lambda s: s.num_heads),
-    (r"layer_?norm_?eps|eps|epsilon", lambda s: 1e-5),
+    (r"(^|_|norm)eps(ilon)?($|_)", lambda s: 1e-5),
     (
         r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers",
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|num_steps|^(max_?)?(t|l)$|position_embeddings|src_len|tgt_len|num_patches|^length$|^max_?size$",
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|num_patches|^length$|^max_?size$",
         lambda s: MAX_LEN,
     ),
     (
@@ -84,7 +85,10 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.ff_dim,
     ),
     (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
+    (r"^(image|img)_?shape$", lambda s: (3, IMAGE_SIDE, IMAGE_SIDE)),
     (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$", lambda s: PATCH_SIDE),
+    (RESOLUTION, lambda s: GRID),
+    (r"^shift_?(size)?$", lambda s: 0),
     (r"relative\w*buckets", lambda s: 32),
     (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),
     (r"^scale_\w+|^reorder_", lambda s: False),
@@ -113,12 +117,14 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
     (r"^(d|dim)_?out$", lambda s: [s.num_heads * (s.head_dim + 2), s.embed_dim]),  # a scale may take the wrong width
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
-    (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
+    (r"(?<!image_)(?<!img_)shape", lambda s: [s.embed_dim, [s.embed_dim]]),
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
+    (r"^shift_?(size)?$", lambda s: [0, (1, 1), 1]),
 )
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.
 PARTS = (
     (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
+    (r"^rope$|rotary|^pos(itional)?_?enc(oding)?$|^pos(ition)?_?emb(edding)?$", r"rope|rotary|^pos.*(enc|emb)"),
     (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
     (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
 )

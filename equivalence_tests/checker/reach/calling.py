@@ -18,12 +18,12 @@ from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
-# "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called;
-# the one tensor that a module takes holds heads only where it can be nothing else, not even a film.
-IMAGE = "b e l 1"
+# "b e l", "b e l 1": sounds and images, features first; "b l 1 e": images, features last. Each group is tried where the
+# ones before it cannot be called; the one tensor of a module holds heads only where it can be nothing else, not a film.
+OF_PIXELS = IMAGE, PIXELS = "b e l 1", "b l 1 e"
 VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class is embedded; as wide as tokens at first
 HEADS = ("b h l d", "b l h d")
-OF_ONE = (("b 1 l e",), ("b e 1 l", "b e l 1 1"), HEADS)
+OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
 LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
@@ -38,6 +38,11 @@ class Inputs:
     key: Tensor
     value: Tensor
     may_attend: Tensor | None = None
+
+    def cut(self, place: int, count: int) -> "Inputs":
+        """Give one of so many pieces of all tokens."""
+        query, key, value = (x.tensor_split(count, 1)[place] for x in (self.query, self.key, self.value))
+        return Inputs(query, key, value, self.may_attend)
 
     def scaled(self, factor: float, of: tuple[str, ...] = ("query", "key", "value")) -> "Inputs":
         """Multiply some tensors, keeping equal tensors equal."""
@@ -56,14 +61,23 @@ class Inputs:
         return Inputs(changed[id(self.query)], changed[id(self.key)], changed[id(self.value)], self.may_attend)
 
 
+def held_roles(role: str) -> list[str]:
+    """List the roles of what one argument holds, or its own.
+
+    >>> held_roles("[query, key]"), held_roles("mask")
+    (['query', 'key'], ['mask'])
+    """
+    return role[1:-1].split(", ") if role.startswith("[") else [role]
+
+
 @dataclass(frozen=True)
 class CallPlan:
     """How the user's forward is called.
 
     Args:
         roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), or a constant written
-            "=None", "=False", "=d_k").
+            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), a constant written
+            "=None", "=False", "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
         layout: One of ``LAYOUTS``.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the roles follow from the names of the parameters.
@@ -83,14 +97,25 @@ class CallPlan:
     key_heads: int = 0
 
     @property
+    def given(self) -> set[str]:
+        """The roles of all that is passed, also inside of lists."""
+        return {one for _, role in self.roles for one in held_roles(role)}
+
+    @property
     def self_attention(self) -> bool:
         """Whether one tensor is queries, keys and values."""
-        return any(role == "input" for _, role in self.roles)
+        return "input" in self.given
 
     @property
     def mask_parameter(self) -> str:
         """Name of the mask argument; "" if there is none."""
         return next((name for name, role in self.roles if role in ("mask", "mask?")), "")
+
+    def at(self, place: str) -> tuple[str, str]:
+        """Give the name and the role of a tensor by where it lies in a call: "key", "inputs[1]", "0" by position."""
+        name, bracket, index = place.partition("[")
+        name = self.roles[int(name)][0] if self.positional else name
+        return name + bracket + index, held_roles(dict(self.roles)[name])[int(index[:-1] or 0)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +146,7 @@ class Trial:
         queries = query_len or self.sizes.query_len
         keys = key_len or (query_len if self.plan.self_attention and query_len else self.sizes.key_len)
         batch = 1 if self.plan.layout == "l e" else self.sizes.batch
-        tensors = 1 if self.plan.self_attention else 2 if "memory" in dict(self.plan.roles).values() else 3
+        tensors = 1 if self.plan.self_attention else 2 if "memory" in self.plan.given else 3
         lengths = (queries, keys, keys)[:tensors]
         drawn = _drawn(batch, lengths, self.sizes.embed_dim, seed, self.dtype)
         return Inputs(drawn[0], *(drawn[-1:] * 2 if tensors < 3 else drawn[1:]))
@@ -163,6 +188,10 @@ class Trial:
         return both is not None and torch.allclose(both[0], both[1], rtol=1e-9, atol=1e-12)
 
     def _value(self, name: str, role: str, inputs: Inputs, mask: MaskForm | None) -> Any:
+        if role.startswith("["):
+            held = held_roles(role)
+            pieces = (inputs.cut(held[:place].count(one), held.count(one)) for place, one in enumerate(held))
+            return [self._value(name, one, piece, mask) for one, piece in zip(held, pieces, strict=True)]
         if role == "mask?" and mask is None:
             return None
         if role in ("mask", "mask?", "neutral"):
@@ -177,7 +206,7 @@ class Trial:
         if role.startswith("="):
             length = inputs.query.size(1)
             width = columns_of(length)
-            constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2}
+            constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
             constants |= {"=height": length // width, "=width": width}
             constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
             if role.startswith("=("):
@@ -214,8 +243,9 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     kept = [name for name in names if name != "1"]
     axes = given.split() if "b" in names else given.split()[1:]
     laid_out = (x if "b" in names else x[0]).permute([axes.index(name) for name in kept]).contiguous()
-    if layout == IMAGE:
-        return laid_out.unflatten(-1, (-1, columns_of(laid_out.size(-1))))
+    if layout in OF_PIXELS:
+        axis = kept.index("l")
+        return laid_out.unflatten(axis, (-1, columns_of(laid_out.size(axis))))
     return laid_out[tuple(None if name == "1" else slice(None) for name in names)]
 
 
@@ -232,7 +262,8 @@ def from_layout(x: Tensor, layout: str) -> Tensor:
     """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
     if "h" in layout and x.dim() != 4:
         return x
-    x = x.flatten(2)[..., None] if layout == IMAGE else x
+    rows = layout.split().index("l")
+    x = x.flatten(rows, rows + 1).unsqueeze(rows + 1) if layout in OF_PIXELS else x
     x = x[tuple(0 if name == "1" else slice(None) for name in layout.split())] if "1" in layout else x
     names = layout.replace(" 1", "").split()
     x, names = (x, names) if "b" in names else (x[None], ["b", *names])

@@ -35,7 +35,14 @@ from equivalence_tests.checker.reach.arguments import (
 from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
-from equivalence_tests.checker.reach.proposing import compared_by, parameters_of, ranked, scales_of, used_as
+from equivalence_tests.checker.reach.proposing import (
+    asked_of_parents,
+    compared_by,
+    parameters_of,
+    ranked,
+    scales_of,
+    used_as,
+)
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in
@@ -241,7 +248,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
         For each guess at the required ones, all arguments: with sizes for optional ones, then without, then with sizes
         for those that default to None, too.
     """
-    parameters = parameters_of(target)
+    parameters = [*parameters_of(target), *asked_of_parents(target)]
     required = [p for p in parameters if p.default is p.empty]
     extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes, target)}
     by_name = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
@@ -330,7 +337,7 @@ def _override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) ->
     if parameter.name == "k" and wanted_number and default < FEW:
         return []  # of the largest, or of neighbours: no width
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
-        return [] if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) else [value]
+        return [] if re.search(r"eps|base|theta|pad|window|shift", parameter.name.lower()) else [value]
     return []
 
 
@@ -344,7 +351,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     made = [] if plain else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]
-    if asked in _classes_beside(target):
+    of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
+    if of_theirs or asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
@@ -437,8 +445,5 @@ def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
 
 
 def _call_text(target: Any, arguments: dict[str, Any]) -> str:
-    inside = ", ".join(
-        f"{name}={'<imitated config>' if isinstance(value, ImitatedConfig) else repr(value)}"
-        for name, value in arguments.items()
-    )
-    return f"{getattr(target, '__name__', 'factory')}({inside})"
+    shown = ("<imitated config>" if isinstance(x, ImitatedConfig) else repr(x) for x in arguments.values())
+    return f"{getattr(target, '__name__', 'factory')}({', '.join(map('{}={}'.format, arguments, shown))})"

@@ -6,9 +6,10 @@ output then has the length of the query, and perturbing one sample shows which a
 
 import inspect
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, role_of_parameter
-from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, VECTOR, CallPlan, Inputs, Trial
+from equivalence_tests.checker.reach.arguments import MAX_LEN, RESOLUTION, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.calling import (
+    HEADS,
+    LAYOUTS,
+    OF_ONE,
+    OF_PIXELS,
+    VECTOR,
+    CallPlan,
+    Inputs,
+    Trial,
+    columns_of,
+    held_roles,
+)
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import JOINED, compared_by, held_by_arguments, parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import TRIED
 
@@ -29,6 +41,7 @@ ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
     *(("input",), ("query", "memory"), ("memory", "query"), ("input", "mask")),
     *(*THREE, ("query", "memory", "mask"), *((*three, "mask") for three in THREE)),
 )
+OF_TOKENS = ("input", "query", "key", "value", "memory")
 IMAGE_SIZES = (("h", "w"), ("height", "width"))
 SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
@@ -44,6 +57,7 @@ NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITIONS = re.compile(r"pos(ition)?_?ids?$|^(\w+_)?positions$")
+WINDOW = re.compile(r"^window(_?size)?$")
 POSITION = re.compile(
     r"^(start_?(pos|idx)|(past|cache|kv)_?len\w*|((rope|seqlen|\w*pos\w*)_)?offset|(input_|cache_)?pos(ition)?|step)$"
 )
@@ -54,11 +68,13 @@ class Errors(list[str]):
 
     Attributes:
         failed: The ways to call it that failed with every mask and angles, and for each answer the first call it met.
+        own: What steps of the check itself raised, where the code ran.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, said: Iterable[str] = ()) -> None:
+        super().__init__(said)
         self.failed: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
+        self.own: list[str] = []
 
 
 def trials_of(
@@ -74,7 +90,7 @@ def trials_of(
     heads_of_keys = dict.fromkeys((sizes.key_heads % sizes.num_heads, 0))  # 0: as many as of queries
     for lengths, layouts in ((one, layouts) for one in itertools.chain([sizes], alike) for layouts in LAYOUTS):
         found = False
-        for plan, layout, heads in itertools.product(_plans(parameters_of(function)), layouts, heads_of_keys):
+        for plan, layout, heads in itertools.product(_plans(function), layouts, heads_of_keys):
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
@@ -112,7 +128,8 @@ def crossed(trial: Trial) -> Trial | None:
     """Give the way to call with a second tensor that may be left out, masks left to their defaults; None if none is."""
     parameters = parameters_of(trial.function)
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
-    memory = [n for n, role in roles.items() if role in ("memory", "key", "value") and n not in required]
+    held = {*required, *held_by_arguments(trial.function)}
+    memory = [n for n, role in roles.items() if role in ("memory", "key", "value") and n not in held]
     if not memory or "input" not in roles.values():
         return None
     given = {n: "query" if role == "input" else role for n, role in roles.items() if role not in ("", "default")}
@@ -145,16 +162,28 @@ def _required(parameters: list[inspect.Parameter]) -> set[str]:
     return {p.name for p in parameters if p.default is p.empty}
 
 
-def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
+def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
+    parameters = parameters_of(function)
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
     roles |= _image_sizes(roles) | _masks_left_out(roles, required)
+    held = held_by_arguments(function)
+    roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
+    roles |= _of_several(held, roles)
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
-    for option in _named_roles(roles, required):
-        yield CallPlan(tuple(option.items()), "", positional)
-    tensors = [name for name, role in roles.items() if role in ("", "query", "key", "value", "memory", "input")]
+    unsaid = [name for name in required if not roles[name]]
+    compared = compared_by(type(function)) if unsaid else {}
+    left_out = {name: "=None" for name in unsaid if None in compared.get(name, [])}
+    positions = {p.name: "=positions" for p in parameters if p.default is None and POSITIONS.search(p.name.lower())}
+    ways = (left_out, {}, positions)[not left_out : 2 + bool(positions)]
+    named = [option for more in ways for option in _named_roles({**roles, **more}, required)]
+    yield from (CallPlan(tuple(option.items()), "", positional) for option in named)
+    if named and "angles" in {roles[name] for name in required}:
+        return  # names that say as much are not doubted
+    tensors = [name for name, role in roles.items() if role in ("", *OF_TOKENS)]
     tensors = [name for name in tensors if not roles[name] or name in required] or tensors[:1]
-    kept = {name: role for name, role in roles.items() if name in tensors or role == "mask" or role.startswith("=")}
+    others = ("mask", "angles", "=", "[")
+    kept = {name: role for name, role in roles.items() if name in tensors or role.startswith(others)}
     for assignment in (one for one in ASSIGNMENTS if len(one) == len(tensors)):
         chosen = kept | dict(zip(tensors, assignment, strict=True))
         if any(roles[name] and "mask" in chosen[name] for name in tensors):
@@ -164,6 +193,24 @@ def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
     for vectors in dict.fromkeys([*((name,) for name in beside[::-1]), tuple(beside)]) if beside else ():
         one = {**roles, tensors[0]: roles[tensors[0]] or "input", **dict.fromkeys(vectors, VECTOR)}
         yield from (CallPlan(tuple(x.items()), "", positional, named=False) for x in _named_roles(one, required))
+
+
+def _of_several(held: Mapping[str, tuple[str, ...]], roles: Mapping[str, str]) -> dict[str, str]:
+    """Say what arguments that hold several tensors hold, by the names that these get, or else by their number."""
+    tokens = [name for name, role in roles.items() if role in ("", *OF_TOKENS)]
+    found = dict[str, str]()
+    for name, items in ((name, held[name]) for name in tokens if name in held):
+        alone, named = tokens == [name], list(map(role_of_parameter, items))
+        beside = {2: ["key", "value"]} if not alone else {2: ["query", "memory"], 3: ["query", "key", "value"]}
+        if items == JOINED:
+            named = ["input" if alone else "memory"] * 2
+        elif "" in named or len({*named}) < len(named):
+            named = beside.get(len(items), [])
+        named = named if {*named} <= {*OF_TOKENS} else []  # a mask, or angles, beside tokens
+        crosses, rest = bool({"key", "value", "memory"} & {*named}), [one for one in tokens if one not in held]
+        found |= {one: "query" for one in rest if crosses and len(rest) == 1}
+        found[name] = f"[{', '.join('query' if one == 'input' and crosses else one for one in named)}]"
+    return {name: role for name, role in found.items() if role != "[]"}
 
 
 def _image_sizes(roles: Mapping[str, str]) -> dict[str, str]:
@@ -183,7 +230,7 @@ def _masks_left_out(roles: Mapping[str, str], required: set[str]) -> dict[str, s
 def _named_roles(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
     """X with an optional second tensor is self-attention first; with a required one it is cross-attention."""
     kept = {name: role for name, role in roles.items() if role != "default"}
-    known = set(kept.values())
+    known = {one for role in kept.values() for one in held_roles(role)}
     three = known & {"query", "key", "value"}
     enough = not three or len(three) == 3 or (three == {"query"} and "memory" in known)
     if "" in known or ("input" in known) == ("query" in known) or not enough:
@@ -215,6 +262,8 @@ def _role(parameter: inspect.Parameter) -> str:
         return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
     if TILE.search(name):
         return "=2"
+    if WINDOW.search(name):
+        return "=no window"
     number = parameter.annotation in (int, float) or NUMBER.search(name)
     return f"={parameter.name}" if number and role != "angles" else role
 
@@ -273,7 +322,9 @@ def _angles_to_try(trial: Trial) -> list[AngleForm] | list[None]:
     roles = trial.plan.roles
     if "angles" not in dict(roles).values():
         return [None]
-    forms = list(AngleForm.all())
+    held = held_by_arguments(trial.function)
+    pairs = any(len(held.get(name, ())) == 2 for name, role in roles if role == "angles")  # cos, sin = angles
+    forms = [form for form in AngleForm.all() if form.kind == "both" or not pairs]
     without = replace(trial.plan, roles=tuple((name, "=None" if role == "angles" else role) for name, role in roles))
     first, none = (_answer(replace(trial, plan=plan)) for plan in (replace(trial.plan, angles=forms[0]), without))
     return forms[:1] if first and first == none else forms
@@ -308,7 +359,8 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
 
 def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
     batch, length, names = *inputs.query.shape[:2], trial.plan.layout.split()
-    sizes = {"b": batch, "l": length, "h": trial.sizes.num_heads, "1": 1}
+    columns = columns_of(length) if trial.plan.layout in OF_PIXELS else 1
+    sizes = {"b": batch, "l": length // columns, "h": trial.sizes.num_heads, "1": columns}
     laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
     return laid_out or ("h" in names and x.shape == inputs.query.shape)
 
@@ -323,8 +375,12 @@ def exact_lengths(module: nn.Module) -> list[int]:
     """List the lengths that tables of positions may insist on.
 
     Args:
-        module: Holds learned tables of shape (1, len, features), or indices into one whose last axis is the length.
+        module: Holds learned tables of shape (1, len, features), indices into one whose last axis is the length, or
+            the rows and columns of an image.
     """
     learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
     indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
-    return [n for n in dict.fromkeys([*learned, *indices]) if SHORT < n <= LONGEST]
+    held = (pair for child in module.modules() for pair in vars(child).items())
+    named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
+    grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
+    return [n for n in dict.fromkeys([*learned, *grids, *indices]) if SHORT < n <= LONGEST]

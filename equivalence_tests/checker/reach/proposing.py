@@ -6,13 +6,16 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 T = TypeVar("T")
+JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
+JOINED = ("...",)  # a list that is joined as a whole
 
 
 def parameters_of(target: Any) -> list[inspect.Parameter]:
@@ -34,9 +37,27 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
 
 def nodes_of(target: Any) -> list[ast.AST]:
     """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
-    own = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
+    return _nodes([one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__])
+
+
+def asked_of_parents(target: Any) -> list[inspect.Parameter]:
+    """List what the class above requires of a constructor that hands its ``**kwargs`` on to it."""
+    above = next((one for one in getattr(target, "__mro__", ())[1:] if "__init__" in vars(one)), nn.Module)
+    signature = _signature(target, eval_str=False)
+    if above.__module__.startswith(("torch.", "builtins")) or signature is None:
+        return []
+    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+        return []
+    calls = [node for node in nodes_of(target) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if getattr(call.func, "attr", "") == "__init__"]
+    said = {keyword.arg for call in calls for keyword in call.keywords} | {*signature.parameters}
+    first = max((sum(not isinstance(x, ast.Starred) for x in call.args) for call in calls), default=0)
+    return [p for p in parameters_of(above)[first:] if p.default is p.empty and p.name not in said]
+
+
+def _nodes(written: Sequence[Any]) -> list[ast.AST]:
     try:
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in own]
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in written]
     except (OSError, TypeError, SyntaxError):
         return []
     return [node for tree in trees for node in ast.walk(tree)]
@@ -104,6 +125,52 @@ def _signature(target: Any, eval_str: bool) -> inspect.Signature | None:
         return inspect.signature(target, eval_str=eval_str)
     except Exception:  # an annotation may be any text
         return None
+
+
+def held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
+    """Name what a function, or the forward of a module, takes out of each argument that holds several tensors.
+
+    Returns:
+        For each such argument the variables that its tensors become, "" for one without a name, or ``JOINED``.
+
+    >>> def attention(inputs, mask): ...
+    >>> held_by_arguments(attention)
+    {}
+    """
+    forward = function.forward if isinstance(function, nn.Module) else function
+    return _held_by_arguments(inspect.unwrap(getattr(forward, "__func__", forward)))
+
+
+@functools.lru_cache(maxsize=16)
+def _held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
+    if not inspect.isfunction(function):
+        return {}
+    parents = {child: node for node in _nodes([function]) for child in ast.iter_child_nodes(node)}
+    read = {p.name: _taken_out(p.name, parents) for p in parameters_of(function)}
+    said = {p.name: p.annotation for p in parameters_of(function)}
+    lists = {name for name, asked in said.items() if (typing.get_origin(asked) or asked) is list}
+    return {name: found or JOINED for name, found in read.items() if found or name in lists}
+
+
+def _taken_out(argument: str, parents: Mapping[ast.AST, ast.AST]) -> tuple[str, ...]:
+    """Name what is taken out of an argument; () where nothing is, or where it is used as one tensor, too."""
+    found, otherwise = dict[int, str](), False
+    for node in parents:
+        if not (isinstance(node, ast.Name) and node.id == argument and isinstance(node.ctx, ast.Load)):
+            continue
+        match parents[node]:
+            case ast.Assign(targets=[ast.Tuple(elts=elements)]):  # under its name, something else may follow
+                return tuple(getattr(element, "id", "") for element in elements)
+            case ast.Subscript(slice=ast.Constant(value=int(place))) as taken if taken.value is node:
+                targets = getattr(parents[taken], "targets", [None])
+                found.setdefault(place, getattr(targets[0], "id", ""))
+            case ast.Call(func=ast.Attribute(attr=name), args=[ast.Name(), *_]) if name in JOINS:
+                return JOINED
+            case ast.Call(func=ast.Name(id="len" | "isinstance")) | ast.Compare() | ast.UnaryOp():
+                pass
+            case _:
+                otherwise = True
+    return () if otherwise else tuple(found.get(place, "") for place in range(max(found, default=-1) + 1))
 
 
 def scales_of(target: Any) -> dict[str, float]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, value_for
 from equivalence_tests.checker.reach.configs import ImitatedConfig
 from equivalence_tests.checker.reach.construction import argument_lists, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
-from equivalence_tests.checker.reach.plans import exact_lengths
+from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
 from equivalence_tests.checker.verify import verify
 
 WIDTH = 27
@@ -545,3 +545,35 @@ def test_a_part_that_lies_in_a_file_beside_is_handed_over(tmp_path: Path) -> Non
 
 def test_an_output_may_be_wider_than_the_input() -> None:
     assert verify(ScaledByTheWidthOfItsInput).mistakes == ("scale_wrong",)
+
+
+class OfALength(nn.Module):
+    def __init__(self, dim: int, n_timesteps: int, input_resolution: tuple[int, int]) -> None:
+        super().__init__()
+        self.dim, self.n_timesteps, self.input_resolution = dim, n_timesteps, input_resolution
+
+
+class HandsOn(OfALength):
+    """Leaves to the class above what it does not name."""
+
+    def __init__(self, d_model: int, **kwargs: Any) -> None:
+        super().__init__(dim=d_model, **kwargs)
+
+
+def test_what_the_class_above_requires_is_handed_on_and_an_image_has_rows_and_columns() -> None:
+    module, sizes = next(build(HandsOn))
+    assert (module.dim, module.n_timesteps, module.input_resolution) == (sizes.embed_dim, MAX_LEN, (4, 8))
+    assert exact_lengths(module) == [32]
+
+
+def test_pixels_with_their_features_last_are_tokens() -> None:
+    class OfRows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            b, rows, columns, width = x.shape
+            assert rows == columns == 8
+            tokens = x.view(b, rows * columns, width)
+            return ((tokens @ tokens.mT).softmax(-1) @ tokens).view(b, rows, columns, width)
+
+    trial = next(trials_of(OfRows(), Sizes(), torch.float64))
+    assert (trial.plan.layout, trial.sizes.query_len) == ("b l 1 e", 64)
+    assert trial.output(trial.inputs()).shape == trial.inputs().query.shape

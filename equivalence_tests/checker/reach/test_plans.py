@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.reach import plans
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.plans import Errors, trials_of
@@ -263,3 +265,94 @@ def test_a_second_tensor_is_handed_over_where_the_constructor_asked_for_one(
     target: type[nn.Module], verdict: str
 ) -> None:
     assert verify(target).verdict == verdict, str(verify(target))
+
+
+class OfSeveral(nn.Module):
+    """Projects what its forward finds in its arguments, and attends."""
+
+    axis = -1
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made = ((self.q, query), (self.k, key), (self.v, value))
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f, x in made)
+        context = (q @ k.mT / math.sqrt(q.size(-1))).softmax(self.axis) @ v
+        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
+        return out
+
+
+class OfOneList(OfSeveral):
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        query, key, value = inputs
+        return self.attend(query, key, value)
+
+
+class OfPlacesInATuple(OfSeveral):
+    axis = -2
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        tokens = inputs[0]
+        return self.attend(tokens, inputs[1], inputs[2])
+
+
+class OfEarlierStates(OfSeveral):
+    def forward(self, state: Tensor, earlier: list[Tensor]) -> Tensor:
+        joined = torch.cat(earlier, dim=1)
+        return self.attend(state, joined, joined)
+
+
+class OfEarlierStatesSideBySide(OfSeveral):
+    def forward(self, state: Tensor, earlier: list[Tensor]) -> Tensor:
+        first, second = earlier[0], torch.cat(earlier, dim=1)
+        return self.attend(state, second, torch.cat([second[:, first.size(1) :], first], 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "verdict", "read"),
+    [
+        (OfOneList, "equal", "inputs: [query, key, value]"),
+        (OfPlacesInATuple, "deviates", "inputs: [query, key, value]"),
+        (OfEarlierStates, "equal", "state: query, earlier: [memory, memory]"),
+        (OfEarlierStatesSideBySide, "deviates", "state: query, earlier: [memory, memory]"),
+    ],
+)
+def test_one_argument_may_hold_several_tensors(target: type[nn.Module], verdict: str, read: str) -> None:
+    report = verify(target)
+    assert report.verdict == verdict, str(report)
+    assert report.conventions[0][1] == read
+
+
+class OfOneKeyHead(OfSeveral):
+    """Hands over more than it needs: None, cosines beside sines, and a window that is none."""
+
+    def forward(self, x: Tensor, gate: Tensor | None, cos_sin: tuple[Tensor, Tensor], window_size: object) -> Tensor:
+        assert window_size == (-1, -1)
+        x = x if gate is None else x * gate
+        cos, sin = cos_sin
+        q = self.q(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        k, v = (f(x)[:, None, :, : q.size(-1)] for f in (self.k, self.v))
+        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
+        weights = (torch.einsum("bgid,bgjd->bgij", q, k) / math.sqrt(q.size(-1))).softmax(-1)
+        out: Tensor = self.out(torch.einsum("bgij,bgjd->bgid", weights, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_what_may_be_none_is_left_out_and_no_window_is_asked_for() -> None:
+    sizes = Sizes(num_heads=3, head_dim=4)
+    trial = next(trials_of(OfOneKeyHead(12, 3).double(), sizes, torch.float64))
+    given = {"x": "input", "gate": "=None", "cos_sin": "angles", "window_size": "=no window"}
+    assert dict(trial.plan.roles) == given
+
+
+def test_one_head_of_keys_meets_the_queries_of_all() -> None:
+    query, key, value = (torch.randn(2, heads, 5, 4, dtype=torch.float64) for heads in (3, 1, 1))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bgij,bgjd->bgid", (torch.einsum("bgid,bgjd->bgij", q, k) / 2).softmax(-1), v)
+
+    (report,) = diagnose_call(Call(attend, (query, key, value)))
+    assert report.verdict == "equal", str(report)
