@@ -68,7 +68,7 @@ def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ArgumentValueError(f"{name} must be at least 2-D (len, head_dim), got shape {shape(x)}")
         if not x.is_floating_point():
             raise ArgumentUnsupportedTypeError(f"{name} must be floating, got {x.dtype}")
-        if autocast_dtype(x) != autocast_dtype(query):
+        if x.dtype != query.dtype and autocast_dtype(x) != autocast_dtype(query):
             raise ArgumentTypeError(
                 f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
             )
