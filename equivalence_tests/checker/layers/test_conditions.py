@@ -1,15 +1,24 @@
 """Layers that take a vector of each sample beside the tokens: right ones are equal, and hide no wrong wiring."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent import calls
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.layers.walking import _held
 from equivalence_tests.checker.layers.whole_conditions import Conditions
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model
 from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reporting.findings import Proof
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.ledger import lookalikes
 from equivalence_tests.ledger.lookalikes.conditioned import InlineBlock, TimedModel
@@ -46,6 +55,32 @@ def test_a_vector_of_the_sample_names_no_tokens() -> None:
     tokens, vector = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 12, dtype=torch.float64)
     (report,) = diagnose_call(Call(lambda x: module(x, vector), (tokens,), module=module))
     assert not report.mistakes, str(report)
+
+
+def test_what_is_unproven_where_it_stands_is_no_finding() -> None:
+    found = found_mistake("scale_missing", where="block")
+    walk: Any = SimpleNamespace(held=lambda: {"block": Report("block", verdict="deviates", findings=[found])})
+    report = _held(walk, "block")
+    assert (report.verdict, report.findings) == ("unchecked", [])
+    assert "suspected but could not be proven" in report.reason
+    proven = replace(found, proof=Proof(1e-16, 0.5, 20))
+    walk.held = lambda: {"block": Report("block", verdict="deviates", findings=[found, proven])}
+    assert _held(walk, "block").verdict == "deviates"
+
+
+@pytest.mark.parametrize("alone", [Proof(1e-16, 0.5, 20), Proof(1.7, 2.3, 20)])
+def test_what_changes_nothing_is_left_out_or_nothing_is_proven(monkeypatch: pytest.MonkeyPatch, alone: Proof) -> None:
+    needed, needless = SimpleNamespace(name="needed"), SimpleNamespace(name="needless")
+
+    def proven(wrong: list[Any], *_: Any) -> dict[int, Proof]:
+        together = {id(needed): Proof(1e-16, 0.5, 20), id(needless): Proof(1e-16, 1e-16, 20)}
+        return together if len(wrong) == 2 else {id(needed): alone}
+
+    monkeypatch.setattr(calls, "_proven", proven)
+    both: list[Any] = [needed, needless]
+    kept, proofs = calls._needed(both, cast(Any, None), 0)
+    assert kept == (both[:1] if alone.holds else both)
+    assert list(proofs.values()) == ([alone] if alone.holds else [None, None])
 
 
 def test_tokens_of_one_sample_are_no_vectors_and_what_is_made_of_these_is_known_by_its_module() -> None:

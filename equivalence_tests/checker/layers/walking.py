@@ -19,6 +19,7 @@ from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.equivalent.deciding import suspicion
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
@@ -199,9 +200,11 @@ def _attentions(walk: Walk, run: ModelRun, held: bool) -> dict[str, Report]:
 
 
 def _held(walk: Walk, path: str) -> Report:
-    """Give the report on an attention where it stands, compared with torch's program."""
+    """Give the report on an attention where it stands, compared with torch's program; what is unproven is suspected."""
     try:
-        return walk.held()[path]
+        report = walk.held()[path]
+        shown = report.verdict != "deviates" or any(finding.is_proven for finding in report.findings)
+        return report if shown else replace(report, verdict="unchecked", findings=[], reason=suspicion(report.findings))
     except Exception as error:  # the user's code may take no fresh inputs
         return Report(path, reason=f"comparing it where it stands raised {type(error).__name__}: {error}")
 

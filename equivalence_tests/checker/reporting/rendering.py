@@ -191,10 +191,10 @@ def _called_from(line: CodeLine) -> str:
 def _proof(proof: Proof | None, alone: bool) -> str:
     if proof is None:
         return ""
+    if max(proof.error, proof.without) < ABOVE_ROUNDING:
+        return "Not proven: correcting this does not change the output."
     if proof.error > proof.without * ROUNDED:
         return f"Not proven: with this corrected, the output still differs from torch's by {proof.error:.2g}."
-    if proof.without < ABOVE_ROUNDING:
-        return "Not proven: correcting this does not change the output."
     exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
     right, left = ("value on this line", "it") if alone else ("values here and at the other findings", "this one")
     return (
