@@ -18,8 +18,11 @@ from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, writt
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import not_called_again
 from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.conventions import CONVENTIONS
 from equivalence_tests.checker.zoo.right import broken
@@ -520,3 +523,25 @@ def test_the_equivalent_of_a_function_is_a_function_of_any_width() -> None:
     torch.testing.assert_close(made(query, key, value, mask=mask), attention(query, key, value, mask))
     with pytest.raises(ValueError, match="is a function"):
         report.equivalent.to_theirs({}, {})
+
+
+class WithoutBatch(Base):
+    """Takes one sample, (len, features), and a mask that it needs and lays out itself: 1 = may look."""
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = (1 - mask).bool().view(1, len(h), len(h))  # type: ignore[operator, union-attr]
+        q, k, v = (t[0] for t in self.operands(h[None]))
+        weights = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -torch.inf).softmax(-1)
+        out: Tensor = self.o((weights @ v).transpose(0, 1).flatten(1))
+        return out
+
+
+def test_the_text_is_run_with_masks_of_the_form_that_it_takes() -> None:
+    assert verify(WithoutBatch).verdict == "equal"
+
+
+def test_an_error_of_what_was_written_down_is_none_of_the_users() -> None:
+    made = Equivalent("def equivalent(x):\n    return x.missing", "", "", (), ()).names()["equivalent"]
+    error = ask(lambda: made(torch.ones(1))).error
+    assert error is not None
+    assert "missing" not in str(not_called_again(error))
