@@ -86,6 +86,13 @@ def test_what_writes_into_its_inputs_is_blamed_for_that_alone() -> None:
     assert "The tensors that are passed in are unchanged afterwards" in report.reason
 
 
+def test_what_is_equal_is_said_on_a_few_lines() -> None:
+    printed = str(verify(lambda: Plain(12, 3)))
+    assert len(printed.splitlines()) < 8
+    assert "with your weights: equal to" in printed
+    assert "checks passed" not in printed
+
+
 def test_an_output_without_gradient_is_said_once() -> None:
     report = verify(without_gradient)
     assert report.verdict == "deviates"
@@ -233,11 +240,13 @@ class Misspelt(Fused):
         return q.size(-1) ** self.power  # type: ignore[operator,return-value]  # there is none
 
 
-def test_an_error_that_no_argument_changes_is_told_alone_and_soon() -> None:
+def test_an_error_that_no_argument_changes_is_a_finding_and_told_alone() -> None:
     report = verify(Misspelt)
-    assert report.verdict == "unchecked"
-    assert report.reason.count("AttributeError: 'Misspelt' object has no attribute 'power' (") == 1
-    assert "RuntimeError" not in report.reason
+    assert (report.verdict, report.mistakes) == ("deviates", ("line_raises",))
+    (finding,) = report.findings
+    assert finding.have == "AttributeError: 'Misspelt' object has no attribute 'power'"
+    assert finding.line is not None
+    assert finding.line.text.startswith("return q.size(-1) ** self.power")
 
 
 class Nested(nn.Module):

@@ -14,10 +14,12 @@ from equivalence_tests.checker.engine.pooling import POOLING
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
 from equivalence_tests.checker.layers.walking import examine_layers
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
 from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
@@ -137,6 +139,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     threads = torch.get_num_threads()
     with preserved_global_state() as printed:
         ABSENCES.forget()
+        CRASHES.forget()
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
             reports = checked()
@@ -150,10 +153,22 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         finally:
             torch.set_num_threads(threads)
     for report in reports:
+        _add_crashes(report)
         ABSENCES.tell(report)
         if printed.getvalue().strip():
             report.notes.append("the code prints while it runs; the output was kept out of this report")
     return reports
+
+
+def _add_crashes(report: Report) -> None:
+    """Report what the code raised that no call avoids; of a file that was checked, not what importing it raised."""
+    told, unchecked = {finding.line for finding in report.findings}, report.verdict == "unchecked"
+    crashes = [one for one in (CRASHES.found if unchecked else CRASHES.in_calls) if one.stack[-1] not in told]
+    if crashes:
+        report.verdict, report.reason = "deviates", "" if unchecked else report.reason
+    for one in crashes:
+        facts = {"said": one.said, "change": one.fix}
+        report.findings.append(found_mistake("line_raises", facts, stack=one.stack, evidence=f"{one.why}."))
 
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:
@@ -170,6 +185,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     first = examined_as(guess)
     if (
         first.verdict != "unchecked"
+        or CRASHES.in_calls
         or first.equivalent
         or first.unread
         or first.kind == POOLING

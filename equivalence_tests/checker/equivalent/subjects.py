@@ -1,6 +1,5 @@
 """Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,15 +41,16 @@ from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
-FIXED = ("NameError", "ModuleNotFoundError", "AttributeError: module '")  # what no other argument or size would change
 MOST_SIZES = 3  # code that could be read at none of so many sizes is not tried at others
 
 
@@ -76,10 +76,9 @@ def examine_attention(
         if pooled is not None:
             return pooled
         unread += [report] if report is not None else []
-        own = f"AttributeError: '{type(subject.function).__name__}' object"
-        fixed = [text for text in errors if text.startswith((*FIXED, own))]
-        if fixed and not unread:
-            raise CannotCheckError(_cannot_call(Errors(fixed)))
+        absent = [text for text in errors if text.startswith("ModuleNotFoundError")]
+        if (absent or CRASHES.in_calls) and not unread:
+            raise CannotCheckError(_cannot_call(Errors(absent) if absent else errors))
         if len(unread) == MOST_SIZES:
             break
     if not unread:
@@ -104,12 +103,10 @@ def _watched(subject: Subject, errors: Errors) -> Report | None:
 
 
 def _cannot_call(errors: Errors) -> str:
-    """List what the calls raised, what was raised furthest down the code first: that call came closest to fitting."""
+    """List what the calls raised, that of the call that came closest to fitting first."""
     if errors.own:
         return f"It runs, but the check could not follow it: a step of its own, not this code, raised {errors.own[0]}."
-    lines = {text: re.search(r":(\d+)\)$", text) for text in errors}
-    last_first = sorted(lines, key=lambda text: -int(place[1]) if (place := lines[text]) else 0)
-    shown = "\n".join(f"  {text}" for text in last_first[:4])
+    shown = "\n".join(f"  {text}" for text in furthest_first(errors)[:4])
     answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
     ended = f"The search ended after {MOST_FAILED:,} calls that failed. " if len(errors) > MOST_FAILED else ""
     return (

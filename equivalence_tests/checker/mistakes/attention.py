@@ -775,6 +775,13 @@ CALLS = (
         "Return the weights of this attention, after the softmax and before dropout.",
         (RETURNED, "return self.out_proj(merged), weights.roll(1, -1)"),
     ),
+    rows("call")(
+        "line_raises",
+        "This line raises an exception that no argument is the cause of.",
+        ("{said}", "a line that runs"),
+        "{change}",
+        (RETURNED, "return self.out_projection(merged)"),
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------- what may be intended

@@ -33,6 +33,7 @@ from equivalence_tests.checker.reach.arguments import (
     value_for,
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import (
@@ -235,6 +236,8 @@ def _first_that_builds(
             said = f"{type(error).__name__}: {error}{raised_in(error)}"
             errors.append(f"{_call_text(target, arguments)} raised {said}")
             TRIED.built(Try(target, (), arguments, said))
+            if target is TRIED.target:
+                CRASHES.note(error)
             continue
         TRIED.built(Try(target, (), arguments), instance)
         return instance

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
 from equivalence_tests.checker.reporting.lines import raised_at
@@ -29,6 +30,7 @@ FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to h
 # What a script does beside defining; none of it is run where a part of it cannot be.
 DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
 IMPORTS = (ast.Import, ast.ImportFrom)
+CHECKED = "_checked_"  # how the name of a module begins that is checked
 
 
 def imported(place: str, run_all: bool) -> ModuleType:
@@ -152,7 +154,7 @@ def _holds(folder: Path, name: str) -> bool:
 
 def _import_file(path: Path) -> ModuleType:
     """Import a file by itself; one that imports relative to its package, as a part of that, or of one further up."""
-    name = f"_checked_{path.stem}"
+    name = f"{CHECKED}{path.stem}"
     loader = _InFullOrPart(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None  # it is given its loader
@@ -193,6 +195,8 @@ class _InFullOrPart(SourceFileLoader):
                 raise
             except (Exception, SystemExit) as error:
                 why = f"{said(error)}{raised_at(error)}"
+                if self.name.startswith(CHECKED):  # of a neighbour nothing else may need what is missing
+                    CRASHES.note(error)
             else:
                 return
         ABSENCES.in_part[path.name] = why

@@ -20,6 +20,7 @@ from torch._tensor_str import PRINT_OPTS
 from torch.backends import mha
 from torch.utils.weak import WeakIdKeyDictionary
 
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.lines import raised_in
 
@@ -245,6 +246,7 @@ def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
     answer = ask(call)
     if answer.error is not None and errors is not None:
         errors.append(said(answer.error) + raised_in(answer.error))
+        CRASHES.note(answer.error)
     return answer.value
 
 

@@ -1,14 +1,33 @@
 """Remember how the code that is checked was built and called, so that the call can be shown as a script."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-AT_LINE = re.compile(r":(\d+)\)$")
+AT_LINE = re.compile(r"\([^()]*:(\d+)\)$")
+
+
+def line_of(error: str) -> int:
+    """Read the last line of the code that a call reached in what it raised; 0 where none is named."""
+    line = AT_LINE.search(error)
+    return int(line[1]) if line else 0
+
+
+def furthest_first(errors: Iterable[str]) -> list[str]:
+    """List what calls raised, one text for each place; the call that came furthest fits the code best.
+
+    >>> furthest_first(["A: 1 (mine.py:7)", "A: 2 (mine.py:7)", "B (mine.py:8, called from mine.py:9)", "C"])
+    ['B (mine.py:8, called from mine.py:9)', 'A: 1 (mine.py:7)', 'C']
+    """
+    at_place: dict[str, str] = {}
+    for text in errors:
+        place = AT_LINE.search(text)
+        at_place.setdefault(place[0] if place else text, text)
+    return sorted(at_place.values(), key=line_of, reverse=True)
 
 
 @dataclass(frozen=True)
@@ -30,8 +49,7 @@ class Try:
     @property
     def got_as_far_as(self) -> tuple[bool, int]:
         """Whether it ran, and else the last line of the code that it reached."""
-        line = AT_LINE.search(self.error)
-        return not self.error, int(line[1]) if line else 0
+        return not self.error, line_of(self.error)
 
 
 class Tried:
@@ -42,6 +60,7 @@ class Tried:
         call: The first call that ran, else the one that got furthest.
         built_first: The first construction of it that succeeded.
         not_built: The first that did not.
+        handed_numbers_alone: Whether constructors were given nothing that could choose what is called.
     """
 
     def __init__(self) -> None:
@@ -52,10 +71,12 @@ class Tried:
         """Forget what was tried with another target."""
         self.target = target
         self.call, self.built_first, self.not_built = None, None, None  # type: Try | None, Try | None, Try | None
+        self.handed_numbers_alone = True
         self._kinds = {type(target)} - {FunctionType}
 
     def built(self, made: Try, instance: Any = None) -> None:
         """Note how something was built, or that it was not."""
+        self.handed_numbers_alone &= all(map(_is_number, made.kwargs.values()))
         if made.function is self.target and made.error:
             self.not_built = self.not_built or made
         elif made.function is self.target:
@@ -79,6 +100,11 @@ class Tried:
 
     def _is_target(self, function: Any) -> bool:
         return function is self.target or type(function) in self._kinds
+
+
+def _is_number(value: Any) -> bool:
+    several = isinstance(value, tuple | list)
+    return all(map(_is_number, value)) if several else value is None or isinstance(value, int | float)
 
 
 TRIED = Tried()
