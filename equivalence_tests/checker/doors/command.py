@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import Candidate, NothingToCheckError, candidates, names_one_thing
@@ -151,6 +151,8 @@ def verify_command(
     if github:
         typer.echo("\n".join(to_github(reports)))
     if equivalent:
+        for found in (report.equivalent for report in reports if report.equivalent is not None):
+            show(Group(Text(), found), console)
         typer.echo("\n\n".join(_equivalent(report) for report in reports).rstrip("\n"))
     if template:
         typer.echo("\n\n".join(_template(report) for report in reports).rstrip("\n"))

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, triangle_of
 from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
-from equivalence_tests.checker.reporting.findings import Finding, Proof
+from equivalence_tests.checker.reporting.findings import Finding, Proof, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 # How a line looks that makes what a module keeps, and that is wrong at a stage.
@@ -62,7 +62,9 @@ def _is_wrong(departure: Departure, kept: object) -> bool:
 def _idle(departure: Departure) -> str:
     """Say which weights take no part; "" where all do."""
     idle = departure.facts.get("unused", ())
-    return f"The output does not depend on {', '.join(idle)}: no result is computed from it." if idle else ""
+    alike = dict.fromkeys(re.sub(r"(?<![^.])\d+(?=\.)", "*", name) for name in idle)  # of all heads and layers, once
+    shown = some_of(idle if len(idle) == len(alike) else alike, ", ")
+    return f"The output does not depend on {shown}: no result is computed from it." if idle else ""
 
 
 def _changed(departure: Departure, proof: Proof | None) -> Mistake:

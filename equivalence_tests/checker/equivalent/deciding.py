@@ -18,10 +18,8 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reporting.findings import Exercise, Finding, some_of
 from equivalence_tests.checker.reporting.report import Report
-
-MOST_SAID = 4  # steps that a reason names
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
     unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
         report.verdict = "unchecked"
-        words = [*dict.fromkeys(step.words for step in unexplained)]
-        shown = "; ".join(words[:MOST_SAID]) + (f"; and {len(words) - MOST_SAID} more" if words[MOST_SAID:] else "")
+        shown = some_of(step.words for step in unexplained)
         names = " ".join(dict.fromkeys(f"--intended {step.name}=REASON" for step in unexplained))
         report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {names}."
         return False

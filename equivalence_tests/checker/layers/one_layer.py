@@ -22,7 +22,8 @@ from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reach.tried import furthest_first
+from equivalence_tests.checker.reporting.findings import Exercise, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
@@ -35,7 +36,7 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     errors = Errors()
     ways = ways_to_call(layer, sizes, errors)
     if not ways:
-        said = f": {errors[0]}" if errors else ""
+        said = "".join(f": {text}" for text in furthest_first(errors)[:1])
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
     roles = sorted(role for _, role in ways[0].plan.roles)
@@ -45,7 +46,7 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
     else:
-        walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
+        walk.skip(f"{label} (wiring)", some_of(wiring.unread))
     if wiring.order and not wiring.mistakes:
         walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
     _add_layer_masks(walk, label, path, trial, wiring)

@@ -278,7 +278,7 @@ def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
     least: Verdict = "partial" if report.not_exercised else "equal"
     report.verdict = "deviates" if failed or report.findings else "unchecked" if unchecked else least
     if report.verdict == "unchecked":
-        report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
+        report.reason = "\n".join(f"{c.name}: {c.detail}" for c in unchecked)
     return report
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 SHOWN_LINES = 24
@@ -103,19 +104,28 @@ class Equivalent:
         exec(compile(self.source, WRITTEN, "exec"), names)  # our own text
         return names
 
-    def __rich__(self) -> Group:
-        """Lay the user's code and the same in torch out side by side, folded to one screen."""
+    def in_short(self) -> Group:
+        """Say what torch does not have, and in which calls the numbers are the same."""
         heading = Text("The same in torch", style="bold")
-        rows = [Text(f"  {words}: {evidence or 'nothing says that it is intended'}") for words, evidence in self.steps]
-        if not self.source:
-            return Group(heading, *rows, Text(f"  It is not written down: {self.unwritten}.", style="dim"))
-        ours = self.source.split("\n\n\ndef from_theirs")[0].split("\n\n\n", 1)[1]
-        panels = [_panel("your code", self.theirs), _panel("torch", ours)] if self.theirs else [_panel("torch", ours)]
-        equal = f"Equal to {f'{self.difference:.0e}' if self.difference else 'the last bit'}"
-        said = f"{equal} in {len(self.compared)} calls" if self.agrees else "It differs"
-        more = "" if self.is_function else ", with the conversion of the weights"
-        closing = Text(f"  {said}; --equivalent prints all of it{more}.", style="dim")
-        return Group(heading, *rows, _Beside(panels), closing)
+        rows = [f"{words}: {evidence or 'nothing says that it is intended'}" for words, evidence in self.steps]
+        exactly = f"to {self.difference:.0e}" if self.difference else "to the last bit"
+        calls = f"{len(self.compared)} calls: {', '.join(dict.fromkeys(self.compared))}"
+        said = f"equal {exactly} in {calls}; --equivalent prints it" if self.agrees else "it differs"
+        program = f"{self.torchs or 'a program of its parts'}, with your weights: {said}."
+        rows.append(program if self.source else f"It is not written down: {self.unwritten}.")
+        return Group(heading, *(Padding(Text(row), (0, 0, 0, 2)) for row in rows))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Lay the user's code and the same in torch out side by side where there is room, folded to one screen."""
+        yield self.in_short()
+        ours = self.source.split("\n\n\ndef from_theirs")[0].partition("\n\n\n")[2]
+        panels = [_panel(title, text) for title, text in (("your code", self.theirs), ("torch", ours)) if ours and text]
+        if options.max_width < WIDE_ENOUGH or not panels:
+            yield from panels
+            return
+        beside = Table.grid(*(Column(ratio=1) for _ in panels), expand=True)
+        beside.add_row(*panels)
+        yield beside
 
 
 def like(module: Any, device: Any, dtype: Any) -> Any:
@@ -142,24 +152,6 @@ def taken(made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tu
     """
     wanted = inspect.signature(made).parameters
     return (*args[: len(wanted)],), {name: x for name, x in kwargs.items() if name in wanted}
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """Panels beside one another where the screen is wide enough, else one below the other."""
-
-    panels: Sequence[RenderableType]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Lay them out."""
-        if options.max_width < WIDE_ENOUGH:
-            yield from self.panels
-            return
-        beside = Table.grid(expand=True)
-        for _ in self.panels:
-            beside.add_column(ratio=1)
-        beside.add_row(*self.panels)
-        yield beside
 
 
 def _panel(title: str, source: str) -> RenderableType:

@@ -1,6 +1,6 @@
 """What the checker finds, as data: the mistakes with their proof, and what was exercised."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ KINDS = ("attention", *PARTS, "mask_builder", "layers")
 
 # What these checks find is worth knowing and no proof of a wrong number.
 NOT_JUDGED = ("check_float32_error",)
+MOST_SAID = 4  # of what a sentence lists
 Outcome = Literal["passed", "failed", "skipped", "expected"]
 
 # Verdicts with their exit statuses.
@@ -117,3 +118,14 @@ class CheckResult:
     name: str
     outcome: Outcome
     detail: str = ""
+
+
+def some_of(words: Iterable[str], between: str = "; ") -> str:
+    """List the first few, each once, and say how many more there are.
+
+    >>> some_of(["a", "b", "a", "c", "d", "e"])
+    'a; b; c; d; and 1 more'
+    """
+    first = list(dict.fromkeys(words))
+    more = [f"and {len(first) - MOST_SAID} more"] if first[MOST_SAID:] else []
+    return between.join(first[:MOST_SAID] + more)

@@ -110,17 +110,14 @@ def reading_view(conventions: Iterable[tuple[str, str, str]]) -> Table:
     return table(("how it was read", "in this code", "in torch.nn"), conventions)
 
 
-def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableType:
-    """Count the checks, and list those that failed, unless a finding explains them."""
+def checks_view(checks: Sequence[CheckResult]) -> RenderableType:
+    """Count the checks, and list those that failed."""
     counted = [check for check in checks if check.outcome != "skipped"]
     passed = [check for check in counted if check.outcome == "passed"]
-    heading = f"{len(passed)} of {len(counted)} checks passed" if counted else "No check could be run"
-    if explained and len(passed) < len(counted):
-        return Text(f"{heading}; the others fail because of the above" if passed else "", style="dim")
+    heading = Text(f"{len(passed)} of {len(counted)} checks passed", style="dim")
     styles = {"failed": "red", "expected": "yellow"}
     listed = [check for check in checks if check.outcome in styles]
-    rows = [(Text(c.outcome, style=styles[c.outcome]), Text(f"{c.name}: {c.detail}")) for c in listed]
-    return _under(Text(heading, style="dim"), rows) if rows else Text(heading, style="dim")
+    return _under(heading, ((Text(c.outcome, styles[c.outcome]), Text(f"{c.name}: {c.detail}")) for c in listed))
 
 
 def _under(heading: Text, rows: Iterable[tuple[Text, Text]]) -> Group:

@@ -109,12 +109,12 @@ class Report(Shown):
             yield intended_view(self.intended)
         if self.not_exercised:
             yield coverage_view(self.not_exercised)
-        if self.conventions:
-            yield reading_view(self.conventions)
+        right = self.verdict in ("equal", "partial")  # then only what was taken for granted is worth a look
+        if rows := [row for row in self.conventions if not right or "mask" in f"{row[0]} {row[2]}"]:
+            yield reading_view(rows)
         if self.equivalent is not None:
-            yield self.equivalent.__rich__()
-        failed = any(check.outcome == "failed" for check in self.checks)
-        if self.checks and (failed or self.verdict != "unchecked"):  # that the others passed decides nothing then
-            yield checks_view(self.checks, explained=bool(self.findings))
+            yield self.equivalent.in_short()
+        if not self.findings and any(check.outcome in ("failed", "expected") for check in self.checks):
+            yield checks_view(self.checks)  # what fails beside a finding follows from it
         if self.notes:
             yield Group(*(Text(f"Note: {note}", style="dim") for note in self.notes))
