@@ -210,12 +210,15 @@ class _Masks:
         self.situation.understood = form
         self._note_convention(form)
         function = self.situation.subject.function
+        owner = function if inspect.isroutine(function) else type(function)
+        file = source_of(inspect.getmodule(owner))
         words = _said_otherwise(form, source_of(function), self.parameter)
+        handed = _handed_as(self.parameter, file)
+        words = words or (_said_otherwise(form, file, handed) if handed else "")
         if words and (attempt := self._attempt(form)) is not None:
             claim = f"Its own words say otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
-        owner = function if inspect.isroutine(function) else type(function)
-        if of_another := _said_otherwise(form, source_of(inspect.getmodule(owner)), r"\w*mask"):
+        if of_another := _said_otherwise(form, file, r"\w*mask"):
             self.report.notes.append(f"{self.parameter} was read as {form}; of a mask its file says: {of_another}")
         if form.pattern != "full" and general:
             return general[0]
@@ -283,6 +286,13 @@ def _said_otherwise(form: MaskForm, text: str, name: str) -> str:
     said = {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
     meaning = form.encoding.partition("_")[0]
     return next((x for found in said.values() for x in found if meaning in said and not said[meaning]), "")
+
+
+def _handed_as(parameter: str, file: str) -> str:
+    """A pattern of the names of the masks that a file hands over as a parameter, if one function takes that; ""."""
+    takes = re.findall(rf"\bdef \w+\([^)]*\b{parameter}\b", file)
+    given = re.findall(rf"\b{parameter}\s*=\s*(\w*mask)\s*[,)]", file) if len(takes) == 1 else []
+    return f"(?:{'|'.join(given)})" if given else ""
 
 
 def _allowed(may: Tensor, plain: Examination | None) -> Expecting:

@@ -210,6 +210,9 @@ def test_the_words_beside_a_mask_say_what_it_should_hide(target: type[nn.Module]
 def test_words_about_another_mask_in_the_file_are_a_note(tmp_path: Path) -> None:
     own = inspect.getsource(SaysWhatOneMeans).replace(inspect.getdoc(SaysWhatOneMeans) or "", "It attends to a text.")
     head = "import torch\nfrom torch import Tensor, nn\nfrom torch.nn import functional as F\n\n# key_mask: 1 = valid\n"
+    handed = own.replace("mask != 0", "mask == 0") + "\n\ndef step(f, x, key_mask):\n    f(x, x, text_mask=key_mask)\n"
+    (tmp_path / "handed.py").write_text(head + handed, encoding="utf-8")
+    assert verify(f"{tmp_path / 'handed.py'}:SaysWhatOneMeans").mistakes == ("mask_inverted",)
     for word, said in (("!=", False), ("==", True)):
         path = tmp_path / f"{'right' if word == '!=' else 'other'}.py"
         path.write_text(head + own.replace("mask != 0", f"mask {word} 0"), encoding="utf-8")

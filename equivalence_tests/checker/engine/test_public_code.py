@@ -1491,3 +1491,23 @@ def test_pixels_are_put_back_where_they_were_and_normed_over_their_channels() ->
     right = verify(AttentionOfPixels)
     assert (right.verdict, len(right.intended)) == ("equal", 2), str(right)
     assert verify(ExchangesRowsAndColumns).verdict not in ("equal", "partial")
+
+
+class FlattensAllAxes(nn.Module):
+    """Samples, pixels and heads become one axis, and attend to one another."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Conv2d(embed_dim, embed_dim, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (y(x).movedim(1, -1).unflatten(-1, (self.num_heads, -1)) for y in (self.q, self.k, self.v))
+        q, k, v = (y.flatten(0, 3) for y in made)
+        attended = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+        return self.o(attended.reshape(*x.shape[:1], *x.shape[2:], -1).movedim(-1, 1))
+
+
+def test_samples_that_attend_to_one_another_are_a_finding_where_no_call_keeps_them_apart() -> None:
+    report = verify(FlattensAllAxes)
+    assert (report.mistakes, report.findings[0].line is not None) == (("samples_mixed",), True), str(report)

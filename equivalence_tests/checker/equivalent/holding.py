@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from equivalence_tests.checker.engine.checks import judge_checks
-from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
+from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
     OF_ARGUMENTS,
@@ -36,6 +36,7 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
+from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent, taken
@@ -46,6 +47,8 @@ from equivalence_tests.checker.reporting.report import Report
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
+OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
+SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 
 
@@ -274,11 +277,17 @@ def accuse(report: Report, situation: Situation) -> None:
     report.findings = [_shown(finding, situation, exact) for finding in report.findings]
     if exact is not None:
         report.equivalent = held.written(exact, report)
-    if any(finding.is_proven for finding in report.findings):
+    unproven = [finding for finding in report.findings if not finding.is_proven]
+    if len(unproven) < len(report.findings) and exact is None:
         return
-    report.suspected = [replace(finding, stack=()) for finding in report.findings]
-    report.verdict, report.findings = "unchecked", []
-    report.reason = suspicion(report.suspected)
+    report.suspected = [replace(finding, stack=()) for finding in unproven]
+    report.findings = [finding for finding in report.findings if finding.is_proven]
+    if report.findings:  # the program shows that they are all there is
+        return
+    if unproven[0].stage in OF_AXES and not any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
+        report.findings = [found_mistake("samples_mixed", stack=unproven[0].stack, evidence=SAMPLES_MIXED)]
+        return
+    report.verdict, report.reason = "unchecked", suspicion(unproven)
     if exact is None:
         _state_difference(report, situation)
 

@@ -16,15 +16,17 @@ from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import looks_ahead
 from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded, same_numbers
 from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.parts.kinds import is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import Frames, source_of
+from equivalence_tests.checker.reporting.lines import Frames, is_users, source_of
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
+TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
 GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$", re.IGNORECASE)
@@ -87,13 +89,27 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
     if mistakes:
         seen = "it is called twice" if mistakes[0] == "random_in_eval" else "one sample of the batch is changed"
         evidence = f"seen when {seen}, in every way in which the model runs"
-        walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
+        lines = () if mistakes[0] == "random_in_eval" else _length_first_built(walk.module)
+        walk.check("samples are independent", {mistakes[0]: lines}, "", evidence)
         return
     said = f"; it said {errors[0]}" if errors else ""
     if not walk.report.checks:
         raise CannotCheckError(f"No way to run it was found{said}. Pass an instance and a call: verify(model, inputs).")
     why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
     walk.report.coverage.append(Exercise("the whole model", False, why))
+
+
+def _length_first_built(module: nn.Module) -> Frames:
+    """The line that builds a layer of torch's whose samples lie along the second axis; none where there is none."""
+    torchs = [m for m in module.modules() if is_torchs(m)]
+    first = next((m for m in torchs if getattr(m, "batch_first", None) is False), None)
+    around = (type(m).__name__ for m in torchs if any(x is first for x in m.modules()))
+    built = re.compile(rf"\b({'|'.join(filter(TORCHS.fullmatch, around))})\(")
+    for made in (type(owner).__init__ for owner in module.modules()) if first is not None else ():
+        found = built.search(source_of(made))
+        if found and is_users(path := made.__code__.co_filename):
+            return ((path, made.__code__.co_firstlineno + found.string[: found.start()].count("\n"), "__init__"),)
+    return ()
 
 
 def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:

@@ -344,6 +344,9 @@ def test_models_of_features_and_images_are_run(model: nn.Module | type[nn.Module
     report = verify(model)
     assert report.mistakes == names, str(report)
     assert report.verdict == ("deviates" if names else "equal"), str(report)
+    built = [finding.line.text for finding in report.findings if finding.name == "samples_mixed" and finding.line]
+    assert all("TransformerEncoderLayer(" in text for text in built)
+    assert bool(built) == (names == ("samples_mixed",))
 
 
 class PositionwiseLayer(layers.TwoMaskDecoderLayer):
@@ -659,6 +662,16 @@ class CrossesItselfByChoice(CrossesByChoice):
 def test_a_memory_that_is_left_out_is_tried_with_the_option_that_asks_for_it() -> None:
     assert verify(CrossesByChoice).mistakes == ()
     assert verify(CrossesItselfByChoice).mistakes == ("cross_attention_from_decoder",)
+
+
+class AttendsToBothWithOne(layers.TwoMaskDecoderLayer):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.cross_attn = self.self_attn
+
+
+def test_an_attention_of_both_kinds_is_named_beside_what_else_is_shared() -> None:
+    assert verify(AttendsToBothWithOne).mistakes == ("attention_shared",)
 
 
 class CrossesItself(layers.TwoMaskDecoderLayer):

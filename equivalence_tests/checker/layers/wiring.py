@@ -296,12 +296,15 @@ class _Stream:
             self.wiring.blame("norm_final_extra", self.norms[self.final[0][0]].frames)
 
     def _judge_cross(self) -> None:
-        """Say whether the cross-attention comes second, and takes keys and values from the memory."""
+        """Say whether the cross-attention is another one, comes second, and takes keys and values from the memory."""
         attentions = [step for step in self.steps.values() if step.kind == "attention"]
         counts = [sum(self._of_memory(x.terms) for x in step.inputs) for step in attentions]
         wrong = [step for step, n in zip(attentions, counts, strict=True) if 0 < n < len(step.inputs) - 1]
         if not counts or "cross_attention_left_out" in self.wiring.mistakes:
             return
+        own = {step.words for step, n in zip(attentions, counts, strict=True) if not n}
+        for step in (step for step, n in zip(attentions, counts, strict=True) if n and step.words in own):
+            self.wiring.blame("attention_shared", step.frames)
         if not any(counts):
             known = all(_is_counted(x.terms) for step in attentions for x in step.inputs)
             wrong = attentions[-1:] if known else []

@@ -77,6 +77,11 @@ def test_a_bias_that_is_worked_with_in_vain_is_named(tmp_path: Path) -> None:
     assert verify(written(tmp_path, broken("itself", changes))).mistakes == ("bias_never_used",)
 
 
+def test_a_softmax_that_is_worked_out_in_vain_is_missing(tmp_path: Path) -> None:
+    (finding,) = verify(written(tmp_path, broken("causal", (("dropped @ v", "scores @ v"),)))).findings
+    assert (finding.name, finding.line and finding.line.text) == ("softmax_missing", "context = scores @ v")
+
+
 def test_the_sum_of_a_softmax_by_hand_is_no_learnt_scale(tmp_path: Path) -> None:
     by_hand = "e = (scores - scores.amax(-1, keepdim=True)).exp()\n        weights = e / e.sum(-1, keepdim=True)"
     changes = ((WEIGHTS, by_hand), ("q @ k.mT", "2 * q @ k.mT"))

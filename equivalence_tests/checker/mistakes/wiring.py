@@ -12,6 +12,15 @@ ROWS = (
         "Give each sub-layer its own LayerNorm.",
     ),
     _layer(
+        "attention_shared",
+        "One attention, with one set of weights, attends to the layer's own tokens and to the memory.",
+        (
+            "attention(x, x, x); attention(x, memory, memory)",
+            "self_attention(x, x, x); cross_attention(x, memory, memory)",
+        ),
+        "Give the cross-attention a module of its own.",
+    ),
+    _layer(
         "norm_final_extra",
         "A LayerNorm follows the last residual of a pre-norm layer as well.",
         "LayerNorm(x + f(LayerNorm(x)))",
@@ -125,7 +134,8 @@ ROWS = (
         "samples_mixed",
         "The output for one sample depends on the other samples: batch and length are mixed up.",
         ("attention along axis 0, the samples, of (batch, len, features)", "attention along the length"),
-        "Build torch's layers with batch_first=True, or transpose before and after them.",
+        "Build torch's layers with batch_first=True, or transpose before and after them; where tensors are reshaped, "
+        "keep the axis of the samples.",
     ),
     _layer(
         "input_never_read",

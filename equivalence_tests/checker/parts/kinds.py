@@ -27,6 +27,8 @@ def guess_kind(found: Any) -> str:
     ('layer_norm', 'layers', 'attention')
     >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
     ('feed_forward', '')
+    >>> guess_kind(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    'feed_forward'
     >>> guess_kind(type("InstanceNorm", (nn.Module,), {})), guess_kind(type("Norm", (nn.Module,), {}))
     ('', 'layer_norm')
     """
@@ -36,7 +38,8 @@ def guess_kind(found: Any) -> str:
         inside = [m for m in found.modules() if not isinstance(m, nn.Sequential)]
         known = [m for m in inside if isinstance(m, nn.Linear) or guess_kind(m) == "layer_norm"]
         ours = sum(len(list(m.parameters(recurse=False))) for m in known) == len(list(found.parameters()))
-        return "feed_forward" if ours and there_and_back(found) else ""
+        bent = [type(m).__module__ for m in inside[1:-1]].count("torch.nn.modules.activation") == len(known) - 1 == 1
+        return "feed_forward" if ours and (bent or there_and_back(found)) else ""
     if builds_masks(found):
         return "mask_builder"
     name = getattr(found, "__name__", type(found).__name__)

@@ -179,6 +179,9 @@ class Scores:
         strange.sort(key=lambda step: step.operation.name in MULTIPLIES | {"tanh"})  # learnt, or a cap
         if not strange and sum(step.operation.name in SOFTMAXES for step in self.steps) > 1:
             return self._put_right("softmax_twice", "softmax", softmax)
+        context = self.part.contexts[0]
+        if not strange and softmax.index not in self.attention.run.graph.live([context.operands[0].tensor]):
+            return self._put_right("softmax_missing", "softmax", context.operation, rescaled=True)
         added = (s.operation for s in self.steps if s.operation.index > softmax.index and s.operation.name in ADDS)
         if not strange and softmax.name in SOFTMAXES and (late := next(added, None)) is not None:
             return changed_by(late, "softmax", "weights", patches=self._softmaxed())
