@@ -1,5 +1,6 @@
 """Hold a verdict against torch: the program of what was read, compared as a whole with what the code gives."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.proving import Proving
+from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
 from equivalence_tests.checker.equivalent.reading import read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -49,6 +50,7 @@ LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was rea
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
+NO_CALL = "it cannot be called with gradients"
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 
 
@@ -83,8 +85,8 @@ class Held:
         """Compare a program with the user's code, which has to run in the first call."""
         found = compare(partial(self._on, program, layout), self._cases(), layout, tolerance)
         for case, error in found.left_out:
-            if case.words == FRESH and not isinstance(error, UnreadError):
-                raise UnreadError(f"it cannot be called with gradients ({said(error)})") from error
+            if case.words == FRESH:
+                raise error if isinstance(error, UnreadError) else UnreadError(f"{NO_CALL} ({said(error)})") from error
         return found
 
     def _on(self, program: Program, layout: Layout, case: Case) -> Computes:
@@ -97,6 +99,8 @@ class Held:
                 if case.lengths is None:
                     raise
                 return self._read_at(*case.lengths, layout)(*given)
+            except NOT_ITS_SIZE as error:
+                raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
 
         return computed
 
@@ -268,12 +272,10 @@ def accuse(report: Report, situation: Situation) -> None:
     """
     if all(finding.is_proven for finding in report.findings):
         return
-    held = Held(situation)
-    try:
+    held, exact = Held(situation), None
+    with contextlib.suppress(UnreadError):
         holding = held.holding()
-    except UnreadError:
-        holding = None
-    exact = holding if holding is not None and holding.agrees else None
+        exact = holding if holding.agrees else None
     report.findings = [_shown(finding, situation, exact) for finding in report.findings]
     if exact is not None:
         report.equivalent = held.written(exact, report)

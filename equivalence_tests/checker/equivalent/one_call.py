@@ -1,6 +1,5 @@
 """Hold an attention that ran in somebody's call against torch: the sub-module that holds it, with what it was given."""
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.codes import numbered, sources_in, token_of
 from equivalence_tests.checker.engine.given_masks import GivenMasks
@@ -20,13 +18,12 @@ from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_p
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import plain_layout, read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
-from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.report import Report
@@ -35,14 +32,7 @@ WHOLE = "the whole, beside torch's own program"
 
 
 def hold_call(report: Report, found: Examination, judgement: Judgement, intended: Mapping[str, str]) -> None:
-    """Hold the verdict on an attention in a call against torch's own program; where none can be made, say why.
-
-    Args:
-        report: Receives the verdict that follows.
-        found: What was seen in the call.
-        judgement: Of the attention.
-        intended: What the user says is intended, by name, each with the reason.
-    """
+    """Hold the verdict on an attention in a call against torch's own program; where none can be made, say why."""
     try:
         holding = _holding(*_apart(found, judgement))
     except UnreadError as error:
@@ -60,23 +50,23 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
     call, inside = found.call, _call_around(found, judgement)
     if inside is not None and (inside.path or not _is_own(call)):
         call = _called_inside(call, inside, found.run.recorder.calls)
-    call = _copied(call)
+    call = _callable_again(call)
     tokens = [x for _, x in call.tensors if is_data(x)]
     tokens = [x for x in tokens if x.dim() >= 3] or [x for x in tokens if x.dim() == 2][:1]
     call.seeds = {id(x): numbered(x.shape) for x in tokens}
     if all(x.dim() == 4 for x in tokens) and _convolves(call.module, tokens):
         call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
-        return _examined(call), Layout(_features_last, _features_last, _first_tensor)
+        return _examined(call), Layout(_features_last, _features_last, first_output)
     apart = _examined(call)
     if _holds_samples_first(apart.judgements[0], call):
-        return apart, plain_layout(_first_tensor)
+        return apart, plain_layout(first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
     apart = _examined(call)
     if not _holds_samples_first(apart.judgements[0], call, axis=0):
         raise UnreadError("neither its first axis nor its second holds the samples")
-    return apart, Layout(_exchanged, _exchanged, _first_tensor)
+    return apart, Layout(_exchanged, _exchanged, first_output)
 
 
 def _examined(call: Call) -> Examination:
@@ -95,10 +85,6 @@ def _convolves(module: nn.Module | None, tokens: Sequence[Tensor]) -> bool:
 def _features_last(x: Tensor) -> Tensor:
     """From (batch, features, rows, columns) to (batch, tokens, features)."""
     return x.flatten(2).mT if x.dim() == 4 else x
-
-
-def _first_tensor(returned: Any) -> Tensor:
-    return next(tensors_in((returned,)))
 
 
 def _exchanged(x: Tensor) -> Tensor:
@@ -123,21 +109,14 @@ def _called_inside(call: Call, inside: ModuleCall, calls: Sequence[ModuleCall]) 
     return Call(child, *found[number])
 
 
-def _copied(call: Call) -> Call:
-    module = call.module
-    if module is not None and any(isinstance(x, nn.Dropout) and x.p and x.training for x in module.modules()):
+def _callable_again(call: Call) -> Call:
+    """The same call, which may be given other names, if its function may be called with other parameters."""
+    modules = [] if call.module is None else [*call.module.modules()]
+    if any(isinstance(x, nn.Dropout) and x.p and x.training for x in modules):
         raise UnreadError("dropout is on")
-    if module is None:
-        return Call(call.function, call.args, call.kwargs)
-    try:
-        other = copy.deepcopy(module)
-    except Exception as error:  # some modules cannot be copied
-        raise UnreadError(f"it cannot be copied ({said(error)})") from error
-    if not _is_own(call):
+    if modules and not _is_own(call):
         raise UnreadError("what is called is neither a module nor a method of it")
-    if call.function is not module:
-        return Call(getattr(other, call.function.__name__), call.args, call.kwargs, other)
-    return Call(other, call.args, call.kwargs)
+    return replace(call)
 
 
 def _is_own(call: Call) -> bool:
@@ -199,21 +178,11 @@ def _cases(call: Call, program: Program) -> Iterator[Case]:
     """Other tokens in the place of those that are projected, and other parameters."""
     expressions = [one.tokens for _, one in program.roles] + [program.output.around]
     used = {x.name for one in expressions for x in all_of(one) if isinstance(x, Given)}
-    tokens = {id(x) for name, x in call.tensors if name in used}
+    tokens = {id(x): x for name, x in call.tensors if name in used}
     for seed, words in ((7, "fresh inputs"), (8, "parameters drawn anew")):
-        args, kwargs = _drawn((call.args, call.kwargs), tokens, seed)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {key: torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in tokens.items()}
+        args, kwargs, _ = call.fresh(leaves=drawn)
         other = Call(call.function, args, kwargs, call.module)
         other.seeds = {id(x): numbered(x.shape) for name, x in other.tensors if name in used}
         yield Case(other, None, words, seed)
-
-
-def _drawn(given: Any, tokens: set[int], seed: int) -> Any:
-    """Put other numbers in the place of some tensors, the same for the same tensor."""
-    generator, drawn = torch.Generator().manual_seed(seed), dict[int, Tensor]()
-
-    def fresh(x: Tensor) -> Tensor:
-        if id(x) in tokens and id(x) not in drawn:
-            drawn[id(x)] = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-        return drawn.get(id(x), x)
-
-    return tree_map_only(Tensor, fresh, given)

@@ -18,6 +18,7 @@ from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, writt
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.unread import not_called_again
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.state import ask
@@ -407,6 +408,21 @@ def test_what_is_suspected_without_a_proof_blames_no_line() -> None:
     assert (report.verdict, report.mistakes, report.findings) == ("unchecked", ("changed_by_pow",), []), str(report)
     assert "could not be proven: The" in report.reason
     assert ".py:" not in str(report)
+
+
+def test_a_program_that_does_not_run_is_no_fault_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Tensor:
+        raise RuntimeError("other sizes")
+
+    monkeypatch.setattr(Program, "__call__", fails)
+    assert "the program that was read of it does not run (RuntimeError: other sizes)" in verify(Base).reason
+
+
+def test_an_argument_that_is_written_into_fails_its_check() -> None:
+    report = verify(WritesIntoItsInput)
+    failed = [(check.name, check.detail) for check in report.checks if check.outcome == "failed"]
+    assert (report.verdict, len(failed)) == ("deviates", 1), str(report)
+    assert failed[0] == ("check_arguments_are_left_alone", "x is written into: the caller's own tensor changes")
 
 
 def test_a_call_that_holds_the_tokens_first_is_compared_whole() -> None:
