@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
 from equivalence_tests.checker.equivalent.locating import locate
+from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
@@ -52,6 +54,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, frames_of, rai
 from equivalence_tests.checker.reporting.report import Report
 
 MOST_SIZES = 3  # code that could be read at none of so many sizes is not tried at others
+OF_PRODUCTS = {f"changed_by_{name}" for name in CONTRACTIONS}  # what a product takes is wrong, and not the product
 
 
 def examine_attention(
@@ -165,6 +168,8 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
         hold(report, situation)
     if report.verdict == "deviates" and judged and called_plainly:
         accuse(report, situation)
+        if report.findings and all(one.name in OF_PRODUCTS for one in report.findings):
+            look_closer(report, partial(locate, situation=situation))
     if report.verdict == "unchecked" and called_plainly:
         locate(report, situation)
 
@@ -235,7 +240,8 @@ def _check(report: Report, situation: Situation) -> None:
 def _cover(report: Report, situation: Situation) -> None:
     """Run what the code offers beyond the calls that were judged; what cannot be run makes the verdict partial."""
     function = situation.subject.function
-    if situation.subject.adapter.call is not None or _is_torchs(function):
+    forward = type(function).forward if isinstance(function, torch.nn.Module) else function
+    if situation.subject.adapter.call is not None or str(getattr(forward, "__module__", "")).startswith("torch"):
         return
 
     subject, last = situation.subject, not situation.plan.layout.startswith("b e")
@@ -288,9 +294,3 @@ def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:
     heads, keys = counted_heads(judgement)
     if subject.built and heads == keys and asks_for_groups(type(subject.function)):
         yield Exercise("heads that share keys", False, "it was run only with as many key heads as query heads")
-
-
-def _is_torchs(function: Any) -> bool:
-    """Whether what runs is torch's own: there is nothing of the user's to cover."""
-    forward = type(function).forward if isinstance(function, torch.nn.Module) else function
-    return str(getattr(forward, "__module__", "")).startswith("torch")

@@ -48,7 +48,10 @@ assert not {"equivalence_tests", "scratch", "builtin"} & {name.partition(".")[0]
 """
 RIGHT = {right.name: right for right in fixed_layers.rights()}
 IN_A_PART = "feed-forward with positions inside"
-FOUND_BY_NAME = ("last norm dropped", "last norm left out", "gate outside of its activation", IN_A_PART)
+FOUND_BY_NAME = (
+    *("last norm dropped", "last norm left out", "feed-forward left out"),
+    *("gate outside of its activation", "scores less their mean", IN_A_PART),
+)
 
 
 def built(right: Right, text: str, folder: Path) -> nn.Module:
@@ -124,6 +127,8 @@ def test_a_wrong_whole_is_not_called_equal(name: str, said: str, tmp_path: Path)
         ("features of the feed-forward moved", "changed_by_roll"),
         ("values in another order", "changed_by_flip"),
         ("tokens moved before each layer", "changed_by_roll"),
+        ("half of the features blanked before", "changed_by_index_fill"),
+        ("scores less their mean", "changed_by_sub"),
     ],
 )
 def test_the_expression_without_which_it_is_torchs_is_blamed(name: str, blamed: str, tmp_path: Path) -> None:
@@ -135,6 +140,11 @@ def test_the_expression_without_which_it_is_torchs_is_blamed(name: str, blamed: 
     assert finding.line.number in version.lines
     assert finding.proof is not None
     assert finding.proof.holds
+
+
+def test_a_feed_forward_that_never_runs_is_named(tmp_path: Path) -> None:
+    version = next(one for one in fixed_layers.versions() if one.operator == "feed-forward left out")
+    assert verify(built(version.right, version.text, tmp_path)).mistakes == ("sublayer_unused",)
 
 
 def test_an_expression_that_may_be_intended_is_named_with_its_line(tmp_path: Path) -> None:
@@ -155,6 +165,23 @@ def test_a_norm_of_what_is_normalised_already_is_a_step(tmp_path: Path) -> None:
     )
     said = {step.words: step.evidence for step in steps_of(built(right, text, tmp_path), right.drawn(0, 6)[-1])}
     assert said["added normalises what is normalised already"] == "the sub-module added"
+
+
+def test_what_changes_nothing_is_no_accusation(tmp_path: Path) -> None:
+    right = RIGHT["PreNormBlock"]
+    text = right.text.replace("q @ k.transpose(-2, -1)", "q @ (k - 1).transpose(-2, -1)")  # the same for all keys
+    report = verify(built(right, text, tmp_path))
+    assert (report.verdict, report.findings, report.mistakes) == ("unchecked", [], ("key_changed_by_sub",)), str(report)
+
+
+def test_a_matrix_beside_what_is_given_is_a_sublayer(tmp_path: Path) -> None:
+    right = RIGHT["PostNormLayer"]
+    text = right.text.replace(
+        "super().__init__()\n", "super().__init__()\n        self.added = nn.Linear(d_model, d_model)\n", 1
+    )
+    text = text.replace("attended = ", "src = src + self.added(src)\n        attended = ")
+    said = {step.words: step.evidence for step in steps_of(built(right, text, tmp_path), right.drawn(0, 6)[-1])}
+    assert said["added alone is a sublayer"] == "the sub-module added"
 
 
 class TakesATable(nn.Module):

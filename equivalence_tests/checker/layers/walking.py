@@ -21,6 +21,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import suspicion
 from equivalence_tests.checker.equivalent.one_call import WHOLE
+from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
@@ -133,7 +134,9 @@ def _examine_subject(subject: Subject, name: str) -> Report:
             add_model(walk, run)
     report = _concluded(walk.report, subject, bool(walk.unread))
     if run is not None and not walk.inline and _may_be_equal(report):
-        _hold(walk, run, subject)
+        _hold(report, _whole(walk, run, subject))
+    elif run is not None and not walk.inline and report.mistakes == ("sublayer_reads_another_tensor",):
+        look_closer(report, partial(locate_in_whole, whole=_whole(walk, run, subject)))
     return report
 
 
@@ -144,14 +147,18 @@ def _may_be_equal(report: Report) -> bool:
     return not failed and all(name.endswith("wiring)") for name in left)
 
 
-def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
-    """Hold the whole against a program of torch's parts; what the stages could not follow in it is followed there."""
+def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
+    """Give the whole, with what is known of its parts."""
     module, report = walk.module, walk.report
     kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
     kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
-    whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
+    return Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
+
+
+def _hold(report: Report, whole: Whole) -> None:
+    """Hold a whole against a program of torch's parts; what the stages could not follow in it is followed there."""
     holds = hold_whole(report, whole)
     if not holds:
         locate_in_whole(report, whole)
@@ -306,7 +313,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
     if kind == "attention" and part.verdict == "unchecked":  # what cannot be called alone was run where it stands
-        part = _held(walk, path) if path in walk.watched else part
+        part = _held(walk, path) if path in walk.watched and not part.suspected else part
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     walk.contained[mark_of(child)] = _adds_residual(part)
@@ -336,10 +343,11 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     """Take over what was found out about a part."""
     outcome = {"equal": "passed", "partial": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
     failed = [c.name for c in part.checks if c.outcome == "failed"]
-    detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or " ".join(part.reason.split())
+    detail = ", ".join(part.mistakes or failed) if outcome == "failed" else " ".join(part.reason.split())
     kind = part.kind or kind_of(path, walk.module.get_submodule(path))
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
+    walk.report.suspected += [replace(f, where=path) for f in part.suspected]
     walk.report.intended += [replace(f, where=path) for f in part.intended]
     first = part.conventions[:1]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in first]

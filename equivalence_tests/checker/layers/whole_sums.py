@@ -8,7 +8,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, Value
+from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value
 from equivalence_tests.checker.reporting.lines import code_lines
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
@@ -52,6 +52,9 @@ class Sums:
             return
         if sum(kind == "given" for kind in kinds.values()) > 1:
             self.say("two arguments are added", "residual")
+        for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "embedding"):
+            if not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
+                self._stands_alone(made)
         if branches:
             self._from_stream(value, by)
         self.labels.streams.add(value.terms)
@@ -67,13 +70,17 @@ class Sums:
             if rest and all(start in self.labels.origins(label) for label in rest):
                 for made in (self.labels.made[label] for label in rest):
                     if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
-                        own = made.kind == "linear" and made.words in self.paths
-                        self.say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
+                        self._stands_alone(made)
                 if len(rest) > 1:
                     self.say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
+
+    def _stands_alone(self, made: Made) -> None:
+        """A matrix, or a norm, that is a sublayer by itself."""
+        own = made.kind != "layer_norm" and made.words in self.paths
+        self.say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
 
     def is_beside_a_norm(self, path: str, value: Value) -> bool:
         """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""

@@ -136,7 +136,10 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
     read = {label for step in wiring.steps.values() for x in step.inputs for label, _ in x.terms}
     called = {path: label for label, step in wiring.steps.items() for path in step.words.split(", ")}
     left_out = {kind for path, kind in idle.items() if path not in called}
-    normed = left_out.isdisjoint(SUBLAYERS) and any(step.kind == "layer_norm" for step in wiring.steps.values())
+    ran = {step.kind for step in wiring.steps.values()}
+    normed = left_out.isdisjoint(SUBLAYERS) and "layer_norm" in ran
+    alone = [path for path, kind in idle.items() if kind in ("", "feed_forward") and path not in called]
+    never = "feed_forward" not in ran and (len(alone) > 1 or "feed_forward" in left_out)
     for path, kind in idle.items():
         label = called.get(path)
         if label is not None and label not in read:  # else what reads it is reported
@@ -146,6 +149,8 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
             wiring.blame("norm_never_used", ())
         elif label is None and kind == "attention" and not self_attention:
             wiring.blame("cross_attention_left_out", ())
+        elif path in alone and never:
+            wiring.blame("sublayer_unused", ())
         else:
             continue
         wiring.idle_norms += [path] if kind == "layer_norm" else []
