@@ -210,8 +210,10 @@ def _held(walk: Walk, path: str) -> Report:
     """Give the report on an attention where it stands, compared with torch's program; what is unproven is suspected."""
     try:
         report = walk.held()[path]
-        shown = report.verdict != "deviates" or any(finding.is_proven for finding in report.findings)
-        return report if shown else replace(report, verdict="unchecked", findings=[], reason=suspicion(report.findings))
+        if report.verdict == "deviates" and not any(finding.is_proven for finding in report.findings):
+            found, suspected = report.findings, [replace(finding, stack=()) for finding in report.findings]
+            return replace(report, verdict="unchecked", findings=[], suspected=suspected, reason=suspicion(found))
+        return report
     except Exception as error:  # the user's code may take no fresh inputs
         return Report(path, reason=f"comparing it where it stands raised {type(error).__name__}: {error}")
 
