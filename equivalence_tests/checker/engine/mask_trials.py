@@ -212,13 +212,12 @@ class _Masks:
         function = self.situation.subject.function
         owner = function if inspect.isroutine(function) else type(function)
         file = source_of(inspect.getmodule(owner))
-        words = _said_otherwise(form, source_of(function), self.parameter)
-        handed = _handed_as(self.parameter, file)
-        words = words or (_said_otherwise(form, file, handed) if handed else "")
+        own, handed = _said_of(source_of(function), self.parameter), _handed_as(self.parameter, file)
+        words = _otherwise(form, own if any(own.values()) or not handed else _said_of(file, handed))
         if words and (attempt := self._attempt(form)) is not None:
             claim = f"Its own words say otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
-        if of_another := _said_otherwise(form, file, r"\w*mask"):
+        if of_another := _otherwise(form, _said_of(file, r"\w*mask")):
             self.report.notes.append(f"{self.parameter} was read as {form}; of a mask its file says: {of_another}")
         if form.pattern != "full" and general:
             return general[0]
@@ -279,11 +278,15 @@ class _Masks:
         return [Departure("mask_never_used", "mask", unused or self.situation.first, facts)]
 
 
-def _said_otherwise(form: MaskForm, text: str, name: str) -> str:
-    """A line that says of 1 and True in such masks the opposite of a form; "" where there is none, or lines differ."""
+def _said_of(text: str, name: str) -> dict[str, list[str]]:
+    """The lines of a text that say of masks of such a name what 1 and True in them mean, by that meaning."""
     told = re.compile(rf"\b{name}\b\s*[:(](?!.*\b(not|no)\b)")
     lines = [x.strip() for x in text.splitlines() if told.search(x)]
-    said = {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
+    return {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
+
+
+def _otherwise(form: MaskForm, said: dict[str, list[str]]) -> str:
+    """A line that says the opposite of a form; "" where there is none, or lines differ."""
     meaning = form.encoding.partition("_")[0]
     return next((x for found in said.values() for x in found if meaning in said and not said[meaning]), "")
 
