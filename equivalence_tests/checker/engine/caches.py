@@ -45,7 +45,8 @@ class _Protocol(NamedTuple):
     """One way in which code may keep keys and values from step to step.
 
     Args:
-        names: The argument that takes the cache, "" for none, and all arguments that serve it.
+        names: The argument that takes the cache, two of them for keys and values, separated by a blank, or "" for
+            none; and all arguments that serve it.
         detail: The same in words.
         first: Gives the cache of the first step.
         fed_back: Which of the returned values the next step takes as the cache; None if it takes the same object.
@@ -137,6 +138,9 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
     parameters = {p.name: p for p in parameters_of(trial.function)}
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
+    if len(holders) == 2:
+        detail = f"what comes back is handed to {' and '.join(holders)}"
+        yield _Protocol((" ".join(holders), *names), detail, lambda: (None, None), slice(1, 3))
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
             yield _Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
@@ -396,7 +400,8 @@ def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: A
     """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
     holder, *names = protocol.names
-    given: dict[str, Any] = {holder: handed} if holder else {}
+    holders = holder.split()
+    given: dict[str, Any] = dict(zip(holders, handed if len(holders) > 1 else [handed], strict=True))
     given |= _angles(trial, start, start + length)
     for name in names:
         if _is_switch(parameters[name]):

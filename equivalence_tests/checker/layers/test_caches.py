@@ -123,3 +123,30 @@ def test_what_comes_back_of_the_new_tokens_alone_is_joined_to_the_others() -> No
     (finding,) = verify(JoinsInTheWrongOrder).findings
     assert finding.name == "cache_differs_from_one_pass"
     assert line_of(finding).endswith("return torch.cat([new, old], 2)")
+
+
+class KeepsKeysAndValuesApart(CachedAttention):
+    """Its keys and its values come back by themselves, and are handed over by themselves."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cache_k: Tensor | None = None, cache_v: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        past = None if cache_k is None or cache_v is None else (cache_k, self.old_values(cache_v))
+        output, (k, v) = super().forward(x, past)
+        return output, k, v
+
+    def old_values(self, values: Tensor) -> Tensor:
+        return values
+
+
+class TurnsOldValuesAround(KeepsKeysAndValuesApart):
+    def old_values(self, values: Tensor) -> Tensor:
+        return values.flip(2)
+
+
+def test_keys_and_values_may_be_two_arguments() -> None:
+    report = verify(KeepsKeysAndValuesApart)
+    assert report.verdict == "equal", str(report)
+    assert any("handed to cache_k and cache_v" in exercise.detail for exercise in report.coverage)
+    (finding,) = verify(TurnsOldValuesAround).findings
+    assert finding.name == "cache_differs_from_one_pass"
