@@ -186,8 +186,8 @@ ROWS = (
     _layer(
         "part_never_used",
         "A module exists but takes no part in the forward pass.",
-        ("the part is constructed and not called", "the part is called, or not there"),
-        "Call it, or remove it.",
+        ("nothing that comes back depends on the part", "its result is used, or it is not there"),
+        "Use what it returns, or remove it.",
         follows=("cross_attention_",),
     ),
 )
