@@ -401,7 +401,9 @@ def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: A
     parameters = {p.name: p for p in parameters_of(trial.function)}
     holder, *names = protocol.names
     holders = holder.split()
-    given: dict[str, Any] = dict(zip(holders, handed if len(holders) > 1 else [handed], strict=True))
+    given: dict[str, Any] = dict.fromkeys(holders, handed)
+    if len(holders) > 1:
+        given = dict(zip(holders, handed, strict=True))
     given |= _angles(trial, start, start + length)
     for name in names:
         if _is_switch(parameters[name]):
