@@ -191,7 +191,7 @@ CONTENDERS = {
             "scratch triton",
             "by hand, as a Triton kernel",
             lambda case: workload(case, scratch),
-            call="scratch.triton_attention.switched_on(): scratch.{name}",
+            call="with scratch.triton_attention.switched_on(): scratch.{name}",
             takes_part=_takes_triton,
             otherwise="the kernel takes over on CUDA, for long inputs and no mask but a causal one that is named",
             kernel=_triton,

@@ -14,6 +14,7 @@ from benchmarks.plots import at_a_glance, is_plain
 from benchmarks.results import Row, ratio_between, read_rows
 from benchmarks.summary import in_sentences
 from benchmarks.tables import NO_RESULT, bytes_in_words, cost_in_words, groups_of, time_in_words
+from equivalence_tests.learn.page.speed import SHOWN
 from scratch.validation import ArgumentValueError
 
 __all__ = ["README", "RESULTS", "advice_in_words", "goals", "highlights", "renewed", "tables"]
@@ -23,7 +24,6 @@ README = HERE.parent / "README.md"
 RESULTS = HERE / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 ADVICE_BEGIN = "<!-- advice: begin -->"
-SHOWN = "cpu"  # the machine whose figures stand in README
 GLANCE = "at-a-glance.svg"
 SPENT_ON = (
     *("case", "", "time", "products", "fused kernel", "other arithmetic", "copies", "overhead"),

@@ -12,7 +12,7 @@ from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.kernels import BACKENDS, Kernel
 from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.reporting import Report, to_github, to_json, to_junit
-from equivalence_tests.kernels.running import judged, judged_apart, kernels_for
+from equivalence_tests.kernels.running import counted, judged, judged_apart, kernels_for
 from equivalence_tests.kernels.situations import DTYPES
 from equivalence_tests.progress import progress
 from scratch import validation
@@ -83,11 +83,6 @@ def _torchs(request: Request) -> Report:
 def _own(kernel: Kernel, request: Request) -> Report:
     with progress("judging", None) as advance:
         return judge_own(kernel, request, tell=lambda *what: advance(counted(*what)))
-
-
-def counted(what: str, done: int, total: int) -> str:
-    """Say what is being done, and how far it is."""
-    return f"{done} of {total}: {what}"
 
 
 def check_files(*files: Path | None) -> None:

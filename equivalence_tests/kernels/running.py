@@ -15,7 +15,7 @@ from equivalence_tests.kernels.rewriting import has_compiler
 from equivalence_tests.kernels.situations import Situation, listed_situations
 from equivalence_tests.progress import progress
 
-__all__ = ["judged", "judged_apart", "kernels_for"]
+__all__ = ["counted", "judged", "judged_apart", "kernels_for"]
 
 # What is traced or compiled takes its time: a quick run sees it in one precision.
 TRACED = ("flex", "compiled")
@@ -83,7 +83,12 @@ def judged_apart(request: Request) -> Report:
 def _cells_from(request: Request, start: int) -> list[Cell]:
     work = _work(request, kernels_for(request)[0], listed_situations(request.quick))
     with progress("judging", None) as advance:
-        return _cells(request, work, start, lambda what, done, total: advance(f"{done} of {total}: {what}"))
+        return _cells(request, work, start, lambda *what: advance(counted(*what)))
+
+
+def counted(what: str, done: int, total: int) -> str:
+    """Say what is being done, and how far it is."""
+    return f"{done} of {total}: {what}"
 
 
 def _work(request: Request, kernels: Sequence[Kernel], situations: Sequence[Situation]) -> list[Work]:

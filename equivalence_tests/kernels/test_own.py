@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
+from equivalence_tests.kernels import judging
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.planted import LSE_MISTAKES, MISTAKES, RIGHT, planted, with_wrong_lse
@@ -53,6 +57,31 @@ def test_a_right_kernel_is_not_blamed(function: Callable[..., Any]) -> None:
     report = judged(function)
     assert not report.faults, report.faults
     assert report.exit_status == 0
+
+
+def test_after_a_kernel_has_lost_the_device_nothing_is_run_to_name_what_was_wrong_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: list[bool] = []
+
+    def mine(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.shape[2] > 16:
+            lost.append(True)
+            raise RuntimeError("CUDA error: misaligned address")
+        return F.scaled_dot_product_attention(query, key, value, scale=1.0)
+
+    def wait_for(_: torch.device) -> None:
+        if lost:
+            raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(judging, "_wait_for", wait_for)
+    report = judged(mine)
+    assert len(report.cells) == 3
+    assert report.remarks == ["Nothing was run after it."]
+    names = [fault.name for fault in report.faults]
+    assert "the numbers do not say what is wrong here" in names
+    assert "it fails on the device, which the program cannot use afterwards: CUDA error: misaligned address" in names
+    assert len(names) == 2  # the scale that is forgotten is not named
 
 
 @pytest.mark.parametrize(("mistake", "words"), MISTAKES.items())

@@ -11,8 +11,9 @@ import typer
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.compare.command import about_this_machine
-from equivalence_tests.kernels.command import check_files, counted, write
+from equivalence_tests.kernels.command import check_files, write
 from equivalence_tests.kernels.faults import Request
+from equivalence_tests.kernels.running import counted
 from equivalence_tests.models.from_transformers import Transformers, registered_by
 from equivalence_tests.models.library import Architecture, Registration
 from equivalence_tests.models.precision import in_float64

@@ -30,6 +30,7 @@ def test_what_a_vector_of_the_sample_shifts_and_scales_is_intended() -> None:
     report = verify(f"{FILE}:ConditionedBlock")
     assert report.verdict == "equal", str(report)
     assert "the sub-module modulation.1 makes it of the argument c" in str(report)
+    assert {one.name for one in report.intended} == {"gate_of_its_own"}  # its norms are those of its sublayers
 
 
 def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class Sums:
             if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or kinds.count("table") + elsewhere > 1:
                 self.say(f"{path} is used {len(labels) + elsewhere} times, with different inputs", "residual")
         for label, made in self.labels.of_kind("layer_norm"):
-            stays = self.labels.users.get(label, set()) - {"attention", "feed_forward", "linear"}
+            stays = self.labels.users.get(label, set()) - {"attention", "feed_forward", "linear", "conditioned"}
             if stays and all(self.labels.made[x].kind in GIVEN for x, _ in made.inputs[0].terms):
                 own = made.words in self.paths
                 self.say(f"{made.words} normalises the embeddings", "project", f"the sub-module {made.words}" * own)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Answer", "Chart", "Line", "Single", "lacks", "speed_data"]
+__all__ = ["RESULTS", "SHOWN", "Answer", "Chart", "Line", "Single", "lacks", "speed_data"]
 
 # The files alone are read: benchmarks stands on this package, never the other way round.
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -29,7 +29,7 @@ WORDS = {
     "scratch recomputed": "by hand, without a cache",
     "naive": "attention as it is usually written, with every score held in memory",
 }
-SHOWN = "cpu"
+SHOWN = "cpu"  # the machine whose figures the page shows, and README
 LEFT_OUT = ("einsum", "chunked")  # other ways to write "naive": they stand in the benchmark's own report
 
 
