@@ -169,7 +169,8 @@ def profiled(run: Callable[[], object], *, memory: bool = False, shapes: bool = 
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes to the standard error otherwise
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=memory, record_shapes=shapes) as profiler:
+    noted = {"profile_memory": memory, "record_shapes": shapes}
+    with torch.profiler.profile(activities=activities, acc_events=True, **noted) as profiler:
         run()
     assert profiler.profiler is not None
     return list(profiler.profiler.kineto_results.events())

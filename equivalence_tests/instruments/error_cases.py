@@ -1181,6 +1181,7 @@ FLEX_CASES = [
         "value nested",
         {"value": nested(floats(3, 7, 13), floats(3, 5, 13))},
         "value must be 4-D (batch, num_key_heads, key_len, v_head_dim), got a nested tensor",
+        torch_type=f"{TRACED}torch._dynamo.exc.Unsupported" if torch.__version__ < "2.12" else "",
     ),
     bad_call(
         FLEX,

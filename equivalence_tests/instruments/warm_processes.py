@@ -3,6 +3,8 @@
 import multiprocessing
 from multiprocessing.context import BaseContext
 
+import torch
+
 __all__ = ["warm_context"]
 
 IMPORTED = [
@@ -18,7 +20,8 @@ def warm_context(_: str = "spawn") -> BaseContext:
 
     A test of how a process is started, or of what it inherits, needs a fresh one.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    # What is forked cannot use a GPU that the server has begun to use.
+    if "forkserver" not in multiprocessing.get_all_start_methods() or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)

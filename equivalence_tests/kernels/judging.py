@@ -17,7 +17,7 @@ from equivalence_tests.kernels.kernels import Kernel
 from equivalence_tests.kernels.situations import DTYPES, Inputs, Situation, make_inputs
 from scratch import functional
 
-__all__ = ["REFUSALS", "Cell", "Judge", "State", "log_sum_exp"]
+__all__ = ["REFUSALS", "Cell", "Judge", "State", "log_sum_exp", "lost"]
 
 State = Literal["right", "worse", "wrong", "refuses", "falls back", "needs mask"]
 
@@ -123,8 +123,7 @@ class Judge:
         ran = run(kernel, inputs)
         told = (kernel.name, kernel.backend, situation.name, situation.group, dtype)
         if ran.lost:
-            words = f"it fails on the device, which the program cannot use afterwards: {ran.failure}"
-            return Cell(*told, "wrong", situation.size, words=words, lost=True)
+            return lost(kernel, situation, dtype, f"which the program cannot use afterwards: {ran.failure}")
         if ran.failure:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
@@ -153,17 +152,25 @@ class Judge:
         return self._right[key]
 
 
+def lost(kernel: Kernel, situation: Situation, dtype: str, how: str) -> Cell:
+    """Blame a kernel for the device or the program that it took away."""
+    words = f"it fails on the device, {how}"
+    return Cell(
+        kernel.name, kernel.backend, situation.name, situation.group, dtype, "wrong", situation.size, (), words, True
+    )
+
+
 def log_sum_exp(inputs: Inputs) -> Tensor:
     """Compute the log of the sum of the exponentials of each row of scores, in float64."""
-    clean = inputs.in_plain_memory(torch.float64)
+    clean = inputs.in_plain_memory(torch.float64).on_cpu()
     problem = Problem(replace(clean, k=clean.k.nan_to_num(nan=0.5)), inputs)
-    return (problem.scores + problem.bias).logsumexp(-1)
+    return (problem.scores + problem.bias).logsumexp(-1).to(inputs.q.device)
 
 
 def _rounded(inputs: Inputs, parts: dict[str, Tensor]) -> Tensor:
     """Compute it in the precision of the inputs; queries that see no key are left out, since kernels differ there."""
-    problem = Problem(inputs.in_plain_memory(inputs.q.dtype), inputs)
-    found = (problem.scores + problem.bias.to(problem.scores)).logsumexp(-1).to(parts["lse"].dtype)
+    problem = Problem(inputs.in_plain_memory(inputs.q.dtype).on_cpu(), inputs)
+    found = (problem.scores + problem.bias.to(problem.scores)).logsumexp(-1).to(parts["lse"])
     parts["lse"] = parts["lse"].where(found.isfinite(), found)
     return found
 

@@ -106,7 +106,8 @@ class Kernel:
             names = self._run(inputs, (*self.lines, *self.right))
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
-        return names["right"], names["text"]
+        right, text = (names[name].to(inputs.q.device) for name in ("right", "text"))
+        return right, text
 
     def _run(self, inputs: Inputs, lines: tuple[str, ...]) -> dict[str, Any]:
         names: dict[str, Any] = {"torch": torch, "q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask}

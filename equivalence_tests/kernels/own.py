@@ -140,7 +140,7 @@ def _name(kernel: Kernel, judge: Judge, situation: Situation, cell: Cell) -> lis
     if not cell.wrong_parts or "writes into" in cell.words:
         return [cell.words] if cell.words else []
     inputs, right, _ = judge.expected(situation, cell.dtype)
-    right = right | {"lse": log_sum_exp(inputs)}
+    right = {name: x.cpu() for name, x in (right | {"lse": log_sum_exp(inputs)}).items()}
     clean = run(kernel, inputs)
     with memory_is_poisoned():
         dirty = run(kernel, inputs)
@@ -148,13 +148,8 @@ def _name(kernel: Kernel, judge: Judge, situation: Situation, cell: Cell) -> lis
     unwritten = [x for x in sorted(wrong) if x in clean.parts and is_unwritten(dirty.parts[x], clean.parts[x])]
     if unwritten:
         return ["not all of the memory that it returns is written"]
-    problem = Problem(_on_cpu(inputs.in_plain_memory(torch.float64)), inputs)
+    problem = Problem(inputs.in_plain_memory(torch.float64).on_cpu(), inputs)
     return mistakes_in(dirty.parts, right, wrong, problem)
-
-
-def _on_cpu(inputs: Inputs) -> Inputs:
-    q, k, v, grad = (x.cpu() for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
-    return replace(inputs, q=q, k=k, v=v, grad=grad, mask=None if inputs.mask is None else inputs.mask.cpu())
 
 
 def by_mistake(wrong: Sequence[Cell], names: dict[int, list[str]]) -> Iterator[Fault]:

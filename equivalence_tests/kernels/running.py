@@ -1,14 +1,15 @@
 """Judge every kernel in every situation that a request names."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import torch
 
 from equivalence_tests.kernels.faults import Request, faults_in
-from equivalence_tests.kernels.judging import Cell, Judge
+from equivalence_tests.kernels.judging import Cell, Judge, lost
 from equivalence_tests.kernels.kernels import Kernel, listed_kernels
 from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.kernels.rewriting import has_compiler
@@ -60,30 +61,69 @@ def judged(
         The report. It ends with the first kernel after which the device cannot be used any more.
     """
     listed = listed_situations(request.quick) if situations is None else list(situations)
-    cells = _cells(request, _work(request, kernels, listed), 0, tell)
+    cells = [*_cells(request, _work(request, kernels, listed), 0, tell)]
     remarks = [*remarks, "Nothing was run after it."] if cells and cells[-1].lost else remarks
     return Report(request, "", cells, faults_in(cells, kernels, listed, request), remarks)
 
 
 def judged_apart(request: Request) -> Report:
-    """Judge torch's kernels in another process, and in a new one after each that loses its device.
+    """Judge torch's kernels in another process, and in a new one after each that loses its device or its process.
 
     Returns:
         The report.
     """
     kernels, remarks = kernels_for(request)
     listed = listed_situations(request.quick)
-    cells: list[Cell] = []
-    while len(cells) < len(_work(request, kernels, listed)):
-        with ProcessPoolExecutor(1, get_context("spawn")) as child:
-            cells += child.submit(_cells_from, request, len(cells)).result()
+    work, cells = _work(request, kernels, listed), list[Cell]()
+    with progress("judging", None) as advance:
+        while len(cells) < len(work):
+            for cell in _cells_of_a_process(request, work, len(cells)):
+                cells.append(cell)
+                advance(counted(f"{cell.kernel}: {cell.situation}", len(cells), len(work)))
     return Report(request, "", cells, faults_in(cells, kernels, listed, request), remarks)
 
 
-def _cells_from(request: Request, start: int) -> list[Cell]:
-    work = _work(request, kernels_for(request)[0], listed_situations(request.quick))
-    with progress("judging", None) as advance:
-        return _cells(request, work, start, lambda *what: advance(counted(*what)))
+def _cells_of_a_process(request: Request, work: Sequence[Work], start: int) -> Iterator[Cell]:
+    """Judge in another process as far as it comes; it is ended afterwards, since compilers keep theirs alive."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_cells, args=(sender, request, start))
+    child.start()
+    sender.close()
+    try:
+        for kernel, situation, dtype in work[start:]:
+            told = _received(receiver) or lost(kernel, situation, dtype, _how_it_ended(child))
+            yield told
+            if told.lost:
+                return
+    finally:
+        child.kill()
+        child.join()
+
+
+def _received(receiver: Connection) -> Cell | None:
+    """Return what the process sent, or None if it is gone."""
+    try:
+        sent: Cell | Exception = receiver.recv()
+    except EOFError:
+        return None
+    if isinstance(sent, Exception):
+        raise sent
+    return sent
+
+
+def _how_it_ended(child: BaseProcess) -> str:
+    child.join()
+    return f"and its process was ended by signal {-(child.exitcode or 0)}"
+
+
+def _send_cells(sender: Connection, request: Request, start: int) -> None:
+    try:
+        work = _work(request, kernels_for(request)[0], listed_situations(request.quick))
+        for cell in _cells(request, work, start):
+            sender.send(cell)
+    except Exception as error:  # of the judge: the kernels' are caught
+        sender.send(error)
 
 
 def counted(what: str, done: int, total: int) -> str:
@@ -99,15 +139,14 @@ def _work(request: Request, kernels: Sequence[Kernel], situations: Sequence[Situ
     ]
 
 
-def _cells(request: Request, work: Sequence[Work], start: int, tell: Tell | None) -> list[Cell]:
+def _cells(request: Request, work: Sequence[Work], start: int, tell: Tell | None = None) -> Iterator[Cell]:
     """Judge one after another, until a kernel loses the device."""
     judge = Judge(request.device, request.seed)
-    cells: list[Cell] = []
     for number, (kernel, situation, dtype) in enumerate(work[start:], start):
         if tell is not None:
             tell(f"{kernel.name}: {situation.name}", number, len(work))
-        cells.append(judge.judge(kernel, situation, dtype))
-        if cells[-1].lost:
-            return cells
+        cell = judge.judge(kernel, situation, dtype)
+        yield cell
+        if cell.lost:
+            return
     torch._dynamo.reset()
-    return cells

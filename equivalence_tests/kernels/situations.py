@@ -110,6 +110,11 @@ class Inputs:
         mask = self.mask.to(dtype) if self.mask is not None and self.mask.is_floating_point() else self.mask
         return replace(self, q=q, k=k, v=v, grad=grad, mask=mask)
 
+    def on_cpu(self) -> "Inputs":
+        """Give the same call on the CPU."""
+        q, k, v, grad = (x.cpu() for x in (self.q, self.k, self.v, self.grad))
+        return replace(self, q=q, k=k, v=v, grad=grad, mask=None if self.mask is None else self.mask.cpu())
+
 
 def _copied(x: Tensor) -> Tensor:
     memory = x.detach().untyped_storage().clone()

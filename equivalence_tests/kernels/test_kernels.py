@@ -2,10 +2,12 @@
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from equivalence_tests.kernels import judging, running
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.judging import Cell, Judge
 from equivalence_tests.kernels.kernels import Kernel, listed_kernels
+from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.kernels.reproducing import MOST_LINES, reproducer
 from equivalence_tests.kernels.rewriting import rewritten_only
@@ -177,14 +180,14 @@ def forms() -> list[Kernel]:
 
 
 def test_a_rewrite_that_is_wrong_is_found_on_the_torch_that_has_it() -> None:
-    """pytorch#195320, in 2.13 and mended in 2.15: numbers at length = heads, an error elsewhere."""
+    """pytorch#195320, not in 2.11, in 2.13 and mended in 2.15: numbers at length = heads, an error elsewhere."""
     kernel = KERNELS["permuted keys, rewritten without gradients"]
     cells = [JUDGE.judge(kernel, SITUATIONS[name], "float32") for name in ("as many tokens as heads", "length 16")]
-    if torch.__version__ < "2.14":
+    if "2.13" <= torch.__version__ < "2.14":
         assert [cell.state for cell in cells] == ["wrong", "wrong"]
         assert cells[0].wrong_parts[0].candidate_error > 0.1
         assert "broadcast" in cells[1].words
-    elif torch.__version__ >= "2.15":
+    elif torch.__version__ < "2.12" or torch.__version__ >= "2.15":
         assert [cell.state for cell in cells] == ["right", "right"]
 
 
@@ -301,26 +304,6 @@ def test_what_cannot_be_run_is_said_in_one_line(arguments: list[str], said: str)
     assert "Traceback" not in result.output
 
 
-class _InThisProcess:
-    """Stand in for a new process."""
-
-    def __init__(self, *_: Any) -> None:
-        self.begun: list[int] = BEGUN
-
-    def __enter__(self) -> "_InThisProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.begun.append(-1)
-
-    def submit(self, function: Callable[..., Any], request: Request, start: int) -> Any:
-        self.begun.append(start)
-        return SimpleNamespace(result=lambda: function(request, start))
-
-
-BEGUN: list[int] = []
-
-
 def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -339,16 +322,47 @@ def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_pro
 
     monkeypatch.setattr(judging, "_wait_for", wait_for)
     monkeypatch.setattr(F, "scaled_dot_product_attention", breaks_at_length_16)
-    monkeypatch.setattr(running, "ProcessPoolExecutor", _InThisProcess)
-    monkeypatch.setattr(running, "kernels_for", lambda _: ([SDPA], []))
-    named = [SITUATIONS[f"length {length}"] for length in (1, 16, 64)]
-    monkeypatch.setattr(running, "listed_situations", lambda _: named)
-    report = running.judged_apart(Request())
-    assert BEGUN == [0, -1, 2, -1]
+    report = judged_in_forks(monkeypatch)
     assert [cell.state for cell in report.cells] == ["right", "wrong", "right"]
     (fault,) = report.faults
     assert "length 16" in fault.sentence
     assert "cannot use afterwards: CUDA error: misaligned address" in fault.sentence
+
+
+def judged_in_forks(monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Judge at three lengths, each process a copy of this one."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system cannot fork")
+    monkeypatch.setattr(running, "get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(running, "kernels_for", lambda _: ([SDPA], []))
+    named = [SITUATIONS[f"length {length}"] for length in (1, 16, 64)]
+    monkeypatch.setattr(running, "listed_situations", lambda _: named)
+    return running.judged_apart(Request())
+
+
+def test_a_kernel_that_ends_its_process_is_blamed_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies_at_length_16(q: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if q.shape[2] == 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch_sdpa(q, *arguments, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", dies_at_length_16)
+    report = judged_in_forks(monkeypatch)
+    assert [(cell.situation, cell.state) for cell in report.cells] == [
+        ("length 1", "right"),
+        ("length 16", "wrong"),
+        ("length 64", "right"),
+    ]
+    assert report.cells[1].words == "it fails on the device, and its process was ended by signal 9"
+
+
+def test_an_error_of_the_judge_is_raised_and_blames_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("of the judge")
+
+    monkeypatch.setattr(judging, "compared", fails)
+    with pytest.raises(KeyError, match="of the judge"):
+        judged_in_forks(monkeypatch)
 
 
 @pytest.mark.cuda
@@ -356,3 +370,16 @@ def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_pro
 def test_the_kernels_of_a_cuda_device() -> None:
     report = running.judged_apart(Request("cuda", ("bfloat16",), ("sdpa", "module"), quick=True))
     assert [cell for cell in report.cells if cell.state == "right"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_mistake_in_a_kernel_of_ones_own_is_named_on_a_cuda_device() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+        scores = q.float() @ k.float().mT
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        return (scores.softmax(-1) @ v.float()).to(q), scores.logsumexp(-1)
+
+    report = judge_own(own_kernel(attend), Request("cuda", quick=True))
+    assert report.faults[0].name == "the scores are not scaled"

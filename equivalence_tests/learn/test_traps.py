@@ -35,6 +35,9 @@ def test_the_trap_is_as_told(trap: Trap) -> None:
     assert_shown_in_full(found)
     state = found.state
     assert state_of(trap) in (state, State.DESCRIBED, State.NOT_TRIED), "states.json: run `sidebyside traps --record`"
+    if trap.since and torch.__version__ < TorchVersion(trap.since):
+        assert state is State.MENDED, f"trap {trap.name} is older than torch {trap.since}"
+        return
     if trap.mended_in and torch.__version__ >= TorchVersion(trap.mended_in):
         assert state is State.MENDED, f"trap {trap.name} is back: it was mended in torch {trap.mended_in}"
         return

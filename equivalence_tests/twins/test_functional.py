@@ -439,6 +439,8 @@ def test_the_two_rows_that_torch_gives_otherwise() -> None:
     query, key, value = torch.full((1, 2, 8), 1e20), torch.full((1, 3, 8), -1e20), torch.randn(1, 3, 8)
     no_keys = torch.randn(1, 0, 8)
     for asked, expected in (((query, key, value), 0.0), ((query * torch.nan, no_keys, no_keys), torch.nan)):
+        if math.isnan(expected) and torch.__version__ < "2.12":  # gave 0 as well
+            continue
         theirs = F.scaled_dot_product_attention(*asked)
         assert theirs.equal(torch.full_like(theirs, expected)) or (theirs.isnan().all() and math.isnan(expected))
         ours = scratch.scaled_dot_product_attention(*asked)

@@ -34,6 +34,7 @@ class CompileRewritesAttention(Trap):
         "Move the heads first, then transpose the last two axes; `sidebyside verify --compile` tries your own code."
     )
     issues = ("pytorch/pytorch#195320", "pytorch/pytorch#195383")
+    since = "2.13"
     mended_in = "2.15"
 
     def wrong(self) -> float:

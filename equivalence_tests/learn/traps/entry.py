@@ -37,7 +37,7 @@ class Trap:
         places: Statements of scratch.
         instead: What to do, to be read beside the right code.
         issues: Where it is discussed, as "owner/repository#number".
-        since: The torch version it came with, where that is known.
+        since: The torch version it came with, or the first in which it was seen, where that is known.
         mended_in: The first torch version without it.
         raises: Words of the error in which the wrong code ends, if it does.
         warns: Words of the warning that the wrong code gives, if it does.
