@@ -169,8 +169,10 @@ def profiled(run: Callable[[], object], *, memory: bool = False, shapes: bool = 
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes to the standard error otherwise
     activities = [torch.profiler.ProfilerActivity.CPU]
-    noted = {"profile_memory": memory, "record_shapes": shapes}
-    with torch.profiler.profile(activities=activities, acc_events=True, **noted) as profiler:
+    profile = torch.profiler.profile(
+        activities=activities, profile_memory=memory, record_shapes=shapes, acc_events=True
+    )
+    with profile as profiler:
         run()
     assert profiler.profiler is not None
     return list(profiler.profiler.kineto_results.events())

@@ -13,7 +13,7 @@ once, and a tile never leaves the chip: scores and weights are not even written 
 Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, it takes
 0.30 ms forward, where the textbook takes 1.34 and torch's flash kernel 0.12; in training 1.17 ms, 3.76 and 0.48, with
 24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu). It is meant for half precision: float32 is multiplied
-exactly, not in TF32, and its backward then takes a hundred times as long as that of torch's memory-efficient kernel.
+exactly, not in TF32, which takes several times as long as torch's memory-efficient kernel.
 Triton is the extra ``triton``; with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the
 CPU, slowly.
 
@@ -39,8 +39,9 @@ from scratch.sdpa import textbook_attention
 
 __all__ = ["switched_on", "triton_attention"]
 
-# Rows and columns of a tile: powers of 2, and 16 at least, as the units that multiply matrices demand.
-ROWS, COLUMNS = 64, 64
+# Rows and columns of a tile: powers of 2, and 16 at least, as the units that multiply matrices demand. Of float32 fewer
+# rows, since the backward would have more at hand than the registers hold.
+ROWS, ROWS_OF_FLOAT32, COLUMNS = 64, 32, 64
 LEAST_WIDTH = 16
 # A maximum to begin with: the least number, and not -inf, whose difference to itself is NaN.
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -140,7 +141,7 @@ class _TritonAttention(torch.autograd.Function):
         log_sum_exp = torch.empty(q.shape[:2], dtype=_summed_in(q), device=q.device)
         arguments = _arguments(q, k, v, scale, sees)
         with torch.cuda.device_of(q):
-            _attend_tile[_grid(q, ROWS)](q, k, v, context, log_sum_exp, **arguments)
+            _attend_tile[_grid(q, _rows(q))](q, k, v, context, log_sum_exp, **arguments)
         ctx.scale, ctx.sees = scale, sees
         ctx.save_for_backward(q, k, v, context, log_sum_exp)
         return context
@@ -157,7 +158,7 @@ class _TritonAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
         arguments = _arguments(q, k, v, ctx.scale, ctx.sees)
         with torch.cuda.device_of(q):
-            _query_gradients[_grid(q, ROWS)](*inputs, grad_q, **arguments)
+            _query_gradients[_grid(q, _rows(q))](*inputs, grad_q, **arguments)
             _key_gradients[_grid(k, COLUMNS)](*inputs, grad_k, grad_v, **arguments)
         return grad_q, grad_k, grad_v, None, None
 
@@ -165,6 +166,15 @@ class _TritonAttention(torch.autograd.Function):
 def _summed_in(q: Tensor) -> torch.dtype:
     """Name the dtype of sums: float32, in which half precision is multiplied too, unless the inputs are better."""
     return torch.promote_types(q.dtype, torch.float32)
+
+
+def _rows(q: Tensor) -> int:
+    """Count the rows of a tile."""
+    return ROWS if _is_half(q) else ROWS_OF_FLOAT32
+
+
+def _is_half(q: Tensor) -> bool:
+    return q.element_size() == 2
 
 
 def _grid(x: Tensor, size: int) -> tuple[int]:
@@ -188,8 +198,10 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> di
         "BIAS": sees.score_bias,
         "WIDTH": width,
         "VALUE_WIDTH": value_width,
-        "ROWS": ROWS,
+        "ROWS": _rows(q),
         "COLUMNS": COLUMNS,
+        "num_warps": 4 if _is_half(q) else 8,
+        "num_stages": 3 if _is_half(q) else 1,
     }
 
 

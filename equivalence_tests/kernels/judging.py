@@ -128,7 +128,11 @@ class Judge:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
         if kernel.right:
-            right, textbook = ({"output": x} for x in kernel.against(inputs))
+            try:
+                right, textbook = ({"output": x} for x in kernel.against(inputs))
+            except Exception as error:  # by torch, whose plain path it is
+                words = f"torch fails where it is to say what is right: {_said(error, [])}"
+                return Cell(*told, "refuses", situation.size, words=words)
         if "lse" in ran.parts:
             right, textbook = right | {"lse": log_sum_exp(inputs)}, textbook | {"lse": _rounded(inputs, ran.parts)}
         errors = compared(ran.parts, right, textbook, situation.nan_in_hidden_key, rounding)

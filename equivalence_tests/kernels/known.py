@@ -47,6 +47,12 @@ KNOWN = (
         Advice("pytorch/pytorch#191937", "Call .contiguous() on what was expanded, or pass enable_gqa=True."),
     ),
     _Known(
+        "sdpa",
+        "misaligned",
+        (),
+        Advice("pytorch/pytorch#183484", "Call .clone() on what begins in the middle of another tensor's memory."),
+    ),
+    _Known(
         "CUDNN",
         "1 queries",
         (),

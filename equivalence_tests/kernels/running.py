@@ -1,5 +1,6 @@
 """Judge every kernel in every situation that a request names."""
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
@@ -123,6 +124,7 @@ def _send_cells(sender: Connection, request: Request, start: int) -> None:
         for cell in _cells(request, work, start):
             sender.send(cell)
     except Exception as error:  # of the judge: the kernels' are caught
+        error.add_note(traceback.format_exc())
         sender.send(error)
 
 

@@ -329,6 +329,13 @@ def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_pro
     assert "cannot use afterwards: CUDA error: misaligned address" in fault.sentence
 
 
+def test_where_torch_itself_cannot_say_what_is_right_nothing_is_blamed() -> None:
+    kernel = Kernel("a module", "module", SDPA.lines, right=("raise AttributeError('no such layer')",))
+    cell = JUDGE.judge(kernel, SITUATIONS["length 16"], "float32")
+    assert cell.state == "refuses"
+    assert cell.words == "torch fails where it is to say what is right: no such layer"
+
+
 def judged_in_forks(monkeypatch: pytest.MonkeyPatch) -> Report:
     """Judge at three lengths, each process a copy of this one."""
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -361,8 +368,9 @@ def test_an_error_of_the_judge_is_raised_and_blames_no_kernel(monkeypatch: pytes
         raise KeyError("of the judge")
 
     monkeypatch.setattr(judging, "compared", fails)
-    with pytest.raises(KeyError, match="of the judge"):
+    with pytest.raises(KeyError, match="of the judge") as raised:
         judged_in_forks(monkeypatch)
+    assert "in fails" in raised.value.__notes__[0]
 
 
 @pytest.mark.cuda
