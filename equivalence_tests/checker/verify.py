@@ -166,9 +166,10 @@ def _add_crashes(report: Report) -> None:
     crashes = [one for one in (CRASHES.found if unchecked else CRASHES.in_calls) if one.stack[-1] not in told]
     if crashes:
         report.verdict, report.reason = "deviates", "" if unchecked else report.reason
-    for one in crashes:
-        facts = {"said": one.said, "change": one.fix}
-        report.findings.append(found_mistake("line_raises", facts, stack=one.stack, evidence=f"{one.why}."))
+    report.findings[:0] = [
+        found_mistake("line_raises", {"said": x.said, "change": x.fix}, stack=x.stack, evidence=f"{x.why}.")
+        for x in crashes
+    ]
 
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:

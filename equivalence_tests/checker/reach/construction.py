@@ -6,6 +6,7 @@ size for.
 
 import contextlib
 import copy
+import enum
 import inspect
 import itertools
 import math
@@ -351,6 +352,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name)
     if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
+    if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
+        return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
     made = [] if plain else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]

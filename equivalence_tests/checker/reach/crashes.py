@@ -2,20 +2,25 @@
 
 import ast
 import difflib
-import functools
 import linecache
+import math
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.fixed import Place, Scope, function_at, named, spans, tree_of
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
 
@@ -27,7 +32,20 @@ DYNAMIC = re.compile(
     r"__dict__|__getattr|__setattr__|\b((set|del)attr|vars|locals|globals|exec)\(|"
     r"\b(register_(buffer|parameter|module)|add_module)\((?!\s*(name=)?[\"'])"
 )
+# What torch says of one argument, and of all of them.
+MUST_BE = re.compile(r"argument '\w+' \(position (\d+)\) must be .*, not \w+")
+TAKES = re.compile(r"received an invalid combination of arguments - got \((.*)\), but expected")
+BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
+OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)
 ALIKE = 0.75  # of the letters of two names
+
+
+class Fault(NamedTuple):
+    """Why no other call would do, what to change, and where, if not in the line that raises."""
+
+    why: str
+    fix: str
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +79,13 @@ class Crashes:
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
-        last = _last_of_user(error) if isinstance(error, NameError | AttributeError | TypeError) else None
+        last = _last_of_user(error) if isinstance(error, OF_CODE) else None
         if last is None or ABSENCES.used:  # what stands in for a package lacks what that has
             return
         key = last.tb_frame.f_code.co_filename, last.tb_lineno, str(error)
         if key not in self._met:
-            why, fix = (_fault(error, last) if _is_readable(key[0]) else None) or ("", "")
-            stack = code_lines(frames_of(error))
-            self._met[key] = Crash(said(error), why, fix, stack, ABSENCES.importing) if why else None
+            fault = _fault(error, last) if _is_readable(key[0]) else None
+            self._met[key] = None if fault is None else _crash(error, fault)
 
     @property
     def found(self) -> list[Crash]:
@@ -97,7 +114,15 @@ def _is_readable(path: str) -> bool:
     return path.endswith(".py") and is_users(path) and Path(path).is_file()
 
 
-def _fault(error: BaseException, last: TracebackType) -> tuple[str, str] | None:
+def _crash(error: BaseException, fault: Fault) -> Crash:
+    """Put the line to change last; where that is another one than raised, the words say which did."""
+    stack, place = code_lines(frames_of(error)), fault.place
+    if place is None or place[1] in (0, stack[-1].number):
+        return Crash(said(error), fault.why, fault.fix, stack, ABSENCES.importing)
+    return Crash(f"{said(error)} ({stack[-1]})", fault.why, fault.fix, code_lines(((*place, ""),)), ABSENCES.importing)
+
+
+def _fault(error: BaseException, last: TracebackType) -> Fault | None:
     """Say why no other call would do, and what to change; None where one might."""
     path, name = last.tb_frame.f_code.co_filename, str(getattr(error, "name", None))
     match error:
@@ -105,33 +130,118 @@ def _fault(error: BaseException, last: TracebackType) -> tuple[str, str] | None:
             local = UNBOUND.search(str(error))
             function = _function_of(last)
             if local and function and not _gives_before(local[1], last, [function]):
-                return f"{local[1]} is set only below this line", "Set it before it is read."
+                return Fault(f"{local[1]} is set only below this line", "Set it before it is read.")
         case NameError() if not _may_be_defined(name, last):
-            return f"no line of {Path(path).name} defines or imports {name}", f"Import or define {name}."
+            return Fault(f"no line of {Path(path).name} defines or imports {name}", f"Import or define {name}.")
+        case ImportError(path=itself) if itself == path and name == last.tb_frame.f_globals.get("__name__"):
+            return Fault(f"{Path(path).name} imports itself", "Leave this import out.")
         case AttributeError(obj=ModuleType() as module):
             return _not_in_module(module, name)
+        case AttributeError(obj=torch.Tensor()) if not any(hasattr(one, name) for one in (np.ndarray, str, list, dict)):
+            near = difflib.get_close_matches(name, dir(torch.Tensor), n=1, cutoff=ALIKE)
+            return Fault(f"a tensor has no {name}", f"Is {near[0]} meant?") if near else None
+        case AttributeError() if BEFORE_SUPER.search(str(error)):
+            return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
-            if not _may_have(owner, name, last):
-                near = difflib.get_close_matches(name, dir(owner), n=1, cutoff=ALIKE)
-                fix = f"Is self.{near[0]} meant?" if near else "Set it in __init__."
-                return f"no line that runs before this one sets self.{name}", fix
+            return _not_in_self(owner, name, last)
         case TypeError() if MISFIT.search(str(error)) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
-            return "what is passed is written out in this line", "Pass what is taken there."
-    return None
+            return Fault("what is passed is written out in this line", "Pass what is taken there.")
+        case TypeError() if overloads := TAKES.search(str(error)):
+            return _in_no_overload(overloads[1], str(error))
+        case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
+            return Fault("a mask is a tensor, which is neither True nor False", "Ask whether it is not None.")
+    return _of_one_type(error, last) if isinstance(error, AttributeError | TypeError) else None
 
 
-@functools.lru_cache(maxsize=64)
-def _tree(path: str) -> ast.Module:
-    return ast.parse("".join(linecache.getlines(path)))
+def _not_in_self(owner: nn.Module, name: str, last: TracebackType) -> Fault | None:
+    """Say that nothing sets an attribute, or only a method that is to be called __init__."""
+    misnamed = _misnamed_constructor(owner)
+    if misnamed is not None and any(_gives(node, name) for node in ast.walk(misnamed)):
+        why, place = f"nothing calls {misnamed.name}, which sets self.{name}", last.tb_frame.f_code.co_filename
+        return Fault(why, f"Call it __init__, not {misnamed.name}.", (place, misnamed.lineno))
+    if _may_have(owner, name, last):
+        return None
+    near = difflib.get_close_matches(name, dir(owner), n=1, cutoff=ALIKE)
+    fix = f"Is self.{near[0]} meant?" if near else "Set it in __init__."
+    return Fault(f"no line that runs before this one sets self.{name}", fix)
+
+
+def _misnamed_constructor(owner: nn.Module) -> ast.FunctionDef | None:
+    """Find a method with two underscores at both ends that Python never calls, in a class without a constructor."""
+    methods = [x for x in vars(type(owner)) if x == "__init__" or (x.startswith("__") and x.endswith("__"))]
+    found = difflib.get_close_matches("__init__", methods, n=1, cutoff=ALIKE)
+    code = getattr(vars(type(owner)).get(found[0]), "__code__", None) if found and found[0] != "__init__" else None
+    return function_at(code.co_filename, code.co_name, code.co_firstlineno) if code is not None else None
+
+
+def _in_no_overload(given: str, text: str) -> Fault | None:
+    """Say that no form of a function of torch takes so many arguments, of these names."""
+    passed = [part.partition("=") for part in re.split(r", (?![^(\[]*[)\]])", given)]
+    by_name, by_place = (
+        {name for name, equals, _ in passed if equals},
+        [name for name, equals, _ in passed if not equals],
+    )
+    forms = [re.split(r", (?![^\[]*\])", form) for form in re.findall(r"^ \* \((.*)\)$", text, re.MULTILINE)]
+    for form in forms:
+        optional = {one.partition(" = ")[0].split()[-1] for one in form if " = " in one}
+        required = [one.split()[-1] for one in form if " = " not in one and one != "*"]
+        if by_name <= {*optional, *required} and len({*required} - by_name) <= len(by_place):
+            return None
+    return Fault(f"no form of it takes ({given})", "Pass what one of its forms takes.") if forms else None
+
+
+def _is_tested_mask(last: TracebackType) -> bool:
+    """Whether an if asks for an argument that is named as a mask, and computes with it where it holds."""
+    nodes = ast.walk(_function_of(last) or ast.Module([], []))
+    tested = [x for x in nodes if isinstance(x, ast.If) and x.lineno == last.tb_lineno and isinstance(x.test, ast.Name)]
+    if not tested or role_of_parameter(name := getattr(tested[0].test, "id", "")) != "mask":
+        return False
+    inside = [
+        x for one in tested[0].body for x in ast.walk(one) if isinstance(x, ast.BinOp | ast.Compare | ast.UnaryOp)
+    ]
+    return any(getattr(x, "id", "") == name for node in inside for x in ast.iter_child_nodes(node))
+
+
+def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
+    """Say that what a line does not take has one type in every call."""
+    scope, node = Scope.of_frame(last.tb_frame, last.tb_lineno), _failing(last)
+    suspects = _suspects(node, str(error), scope)
+    places = [scope.fixed_at(one) for one in suspects]
+    if not places or not all(places):
+        return None
+    kind = "".join([*re.findall(r"not \w+|'\w+'", str(error)), ""][-2:]).removeprefix("not ").strip("'")
+    why = f"{ast.unparse(suspects[-1])} is of type {kind} in every call"
+    if kind == "NoneType":
+        return Fault(why, "Return the value there.", places[-1])
+    name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+    return Fault(why, f"Use math.{name}." if hasattr(math, name) else "Give it what is taken there.", places[-1])
+
+
+def _suspects(node: ast.AST | None, text: str, scope: Scope) -> list[ast.expr]:
+    """List the expressions whose types an exception speaks of."""
+    match node:
+        case ast.Call(func=function, args=given) if wanted := MUST_BE.search(text):
+            index = int(wanted[1]) - 1
+            through = isinstance(named(function, scope.names), nn.Module)
+            return given[index : index + 1] if not through or len(given) == 1 else []
+        case ast.Call(func=function) if "not callable" in text:
+            return [function]
+        case ast.Attribute(value=value) | ast.Subscript(value=value) if (
+            "has no attribute" in text or "not subscr" in text
+        ):
+            return [value]
+        case ast.BinOp(left=left, right=right) if "unsupported operand" in text:
+            return [left, right]
+    return []
 
 
 def _may_be_defined(name: str, last: TracebackType) -> bool:
     """Whether a file gives something this name, or may do so unseen."""
     path = last.tb_frame.f_code.co_filename
-    return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, [_tree(path)])
+    return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, [tree_of(path)])
 
 
-def _not_in_module(module: ModuleType, name: str) -> tuple[str, str] | None:
+def _not_in_module(module: ModuleType, name: str) -> Fault | None:
     """Say that torch, numpy or Python's own library has no such thing, but something of nearly the same name."""
     root = module.__name__.partition(".")[0]
     near = difflib.get_close_matches(name, dir(module), n=1, cutoff=ALIKE)
@@ -139,7 +249,7 @@ def _not_in_module(module: ModuleType, name: str) -> tuple[str, str] | None:
     if not near or waits or root not in {"numpy", "torch", *sys.stdlib_module_names}:
         return None
     version = getattr(sys.modules[root], "__version__", sys.version.split()[0])
-    return f"{root} {version} has no {module.__name__}.{name}", f"Is {near[0]} meant?"
+    return Fault(f"{root} {version} has no {module.__name__}.{name}", f"Is {near[0]} meant?")
 
 
 def _may_have(owner: nn.Module, name: str, last: TracebackType) -> bool:
@@ -152,7 +262,7 @@ def _may_have(owner: nn.Module, name: str, last: TracebackType) -> bool:
     given = re.compile(rf"(?<!\bself)\.{name}\s*=[^=]")  # by whoever uses the module
     unseen = any(DYNAMIC.search(source_of(one)) for one in classes)
     unseen = unseen or any(given.search(one.read_text(errors="replace")) for one in around)
-    return unseen or _gives_before(name, last, map(_tree, files))
+    return unseen or _gives_before(name, last, map(tree_of, files))
 
 
 def _gives_before(name: str, last: TracebackType, trees: Iterable[ast.AST]) -> bool:
@@ -160,7 +270,7 @@ def _gives_before(name: str, last: TracebackType, trees: Iterable[ast.AST]) -> b
     function, line = _function_of(last), last.tb_lineno
     below: set[ast.AST] = set()
     if function is not None:
-        around = [x for x in ast.walk(function) if isinstance(x, ast.stmt) and _spans(x, line)]
+        around = [x for x in ast.walk(function) if isinstance(x, ast.stmt) and spans(x, line)]
         start = max(x.lineno for x in around)
         looped = any(isinstance(x, ast.For | ast.While) for x in around)
         below = {x for x in ast.walk(function) if not looped and getattr(x, "lineno", 0) >= start}
@@ -183,32 +293,29 @@ def _gives(node: ast.AST, name: str) -> bool:
 
 def _function_of(last: TracebackType) -> ast.FunctionDef | None:
     code = last.tb_frame.f_code
-    functions = (x for x in ast.walk(_tree(code.co_filename)) if isinstance(x, ast.FunctionDef))
-    return next((x for x in functions if x.name == code.co_name and _spans(x, last.tb_lineno)), None)
+    return function_at(code.co_filename, code.co_name, last.tb_lineno)
 
 
-def _spans(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
+def _failing(last: TracebackType) -> ast.AST | None:
+    """The expression that raised; of a tuple that is unpacked into, what is unpacked."""
+    code = last.tb_frame.f_code
+    position = list(code.co_positions())[last.tb_lasti // 2]
+    nodes = list(ast.walk(tree_of(code.co_filename)))
+    spanning = (x for x in nodes if isinstance(x, ast.expr))
+    found = [x for x in spanning if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position]
+    unpacked = (x.value for x in nodes if isinstance(x, ast.Assign) and found and x.targets[0] is found[0])
+    return next(unpacked, found[0] if found else None)
 
 
 def _writes_out_a_call(last: TracebackType) -> bool:
-    """Whether the user's own function was called with arguments that are all written out, without stars."""
-    frame = last.tb_frame
-    position = list(frame.f_code.co_positions())[last.tb_lasti // 2]
-    calls = (x for x in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(x, ast.Call))
-    own = next((x for x in calls if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position), None)
-    if own is None or any(isinstance(x, ast.Starred) for x in own.args) or not all(x.arg for x in own.keywords):
+    """Whether the user's own function was called, by itself or through map, with arguments that are all written out."""
+    own = _failing(last)
+    if not isinstance(own, ast.Call):
         return False
-    called = _named(own.func, frame)
+    if any(isinstance(x, ast.Starred) for x in own.args) or not all(x.arg for x in own.keywords):
+        return False
+    through = isinstance(own.func, ast.Name) and own.func.id == "map"
+    names = {**last.tb_frame.f_globals, **last.tb_frame.f_locals}
+    called = named(own.args[0] if through else own.func, names)
     made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
     return is_users(getattr(getattr(made, "__code__", None), "co_filename", TORCH))
-
-
-def _named(node: ast.expr, frame: FrameType) -> object:
-    """What a name or an attribute stands for; None where it is neither."""
-    match node:
-        case ast.Name(id=name):
-            return frame.f_locals.get(name, frame.f_globals.get(name))
-        case ast.Attribute(value=value, attr=name):
-            return getattr(_named(value, frame), name, None)
-    return None

@@ -60,6 +60,7 @@ def imported(place: str, run_all: bool) -> ModuleType:
     except CannotCheckError:
         raise
     except (Exception, SystemExit) as error:
+        CRASHES.note(error)
         raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}") from error
 
 

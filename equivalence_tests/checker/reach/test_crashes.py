@@ -20,7 +20,11 @@ BUILT = "        self.project = nn.Linear(dim, dim)\n\n    def forward(self, x, 
 
 def raised_by(tmp_path: Path, body: str, *, built: str = "", after: str = "", head: str = HEAD) -> list[Crash]:
     """What is noted of a module whose constructor and forward hold these lines, built and called once."""
-    text = f"{head}{CLASS}{indent(built, ' ' * 8)}{BUILT}{indent(body, ' ' * 8)}\n{after}"
+    return noted(tmp_path, f"{head}{CLASS}{indent(built, ' ' * 8)}{BUILT}{indent(body, ' ' * 8)}\n{after}")
+
+
+def noted(tmp_path: Path, text: str) -> list[Crash]:
+    """What is noted of a file whose class Mine is built and called once."""
     (tmp_path / "mine.py").write_text(text)
     CRASHES.forget()
     ABSENCES.forget()
@@ -43,6 +47,30 @@ OWN = {
         "Pass what is taken there.",
         {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
     ),
+    "an argument too many through map": (
+        "def split(t):\n    return t\nq, k = map(split, x, x)\nreturn q",
+        "Pass what is taken there.",
+        {},
+    ),
+    "a number where torch takes a tensor": (
+        "return x / torch.sqrt(self.dim)",
+        "math.sqrt",
+        {"built": "self.dim = dim\n"},
+    ),
+    "a number of the constructor": ("return x", "math.sqrt", {"built": "self.scale = torch.sqrt(dim // 2)\n"}),
+    "an argument that is overwritten": ("b, l, part = x.shape\nreturn self.project(part)", "", {}),
+    "nothing, where a function returns nothing": (
+        "return self.project(scored(x))",
+        "Return the value",
+        {"after": "\ndef scored(x):\n    x = x * 2\n    x = x + 1\n"},
+    ),
+    "a misspelt method of a tensor": ("return x.unsqeeze(1)", "Is unsqueeze meant?", {}),
+    "arguments that no form of a function takes": ("return torch.mean(x, keepdim=True)", "one of its forms", {}),
+    "a mask that is asked whether it is true": (
+        "mask = x.ne(0) if part is None else part\nif mask:\n    x = x + mask * -1e9\nreturn x",
+        "not None",
+        {},
+    ),
 }
 # The same exceptions, where something else may be the cause.
 OTHERS = {
@@ -60,6 +88,15 @@ OTHERS = {
     "arguments of a function that is not the user's": ("return torch.ones(x, 3)", {}),
     "as many arguments as no function of torch takes": ("return F.softmax(x, -1, 2, 3, 4)", {}),
     "sizes that do not fit": ("return x @ x", {}),
+    "a number that a caller chooses": ("return x / torch.sqrt(self.scale)", {"built": "self.scale = dim * 1.0\n"}),
+    "an argument that a branch overwrites": ("if x is None:\n    part = 3\nreturn self.project(part)", {}),
+    "nothing, where a function may return something": (
+        "return self.project(scored(x))",
+        {"after": "\ndef scored(x):\n    if x is None:\n        return x\n"},
+    ),
+    "a method of an array": ("return x.astype(int)", {}),
+    "a switch that is no mask": ("if x:\n    x = x + 1\nreturn x", {}),
+    "a form that other arguments have": ("return x + torch.zeros(part)", {}),
 }
 
 
@@ -68,7 +105,16 @@ def test_what_no_argument_causes_is_noted(name: str, tmp_path: Path) -> None:
     body, fix, more = OWN[name]
     (crash,) = raised_by(tmp_path, body, **more)
     assert fix in crash.fix
-    assert crash.stack[-1].text in (*body.splitlines(), *more.get("built", "").splitlines())
+    lines = "\n".join([body, *more.values()]).splitlines()
+    assert crash.stack[-1].text in map(str.strip, lines)
+
+
+def test_what_a_class_lacks_at_its_beginning_is_noted(tmp_path: Path) -> None:
+    whole = f"{HEAD}{CLASS}{BUILT}        return self.project(x)\n"
+    (crash,) = noted(tmp_path, whole.replace("__init__(self, dim", "__int__(self, dim"))
+    assert (crash.fix, crash.stack[-1].number) == ("Call it __init__, not __int__.", 7)
+    (crash,) = noted(tmp_path, whole.replace("super().__init__()", "self.dim = dim"))
+    assert "super().__init__()" in crash.fix
 
 
 @pytest.mark.parametrize("name", OTHERS)
