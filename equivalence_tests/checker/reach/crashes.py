@@ -210,7 +210,7 @@ def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
     if not places or not all(places):
         return None
     kind = "".join([*re.findall(r"not \w+|'\w+'", str(error)), ""][-2:]).removeprefix("not ").strip("'")
-    why = f"{ast.unparse(suspects[-1])} is of type {kind} in every call"
+    why = f"{ast.unparse(suspects[0])} is of type {kind} in every call"
     if kind == "NoneType":
         return Fault(why, "Return the value there.", places[-1])
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""

@@ -113,9 +113,10 @@ class Scope:
             return replace(self, line=last)._all(_value_stored(x, inside) for x in before)
         if given is None or before:
             return None
-        said = isinstance(given.annotation, ast.Name) and given.annotation.id in NUMBERS
+        value = self.names.get(name) if self.line else 0
+        said = isinstance(given.annotation, ast.Name) and given.annotation.id in NUMBERS and type(value) in (int, float)
         building = self.function is not None and self.function.name == "__init__"
-        return (self.path, 0) if said or (building and _is_size(name, self.names.get(name))) else None
+        return (self.path, 0) if said or (building and _is_size(name, value)) else None
 
     def _of_call(self, called: object) -> Place | None:
         """Say what fixes what a function of the user's gives: where it ends if no line returns anything."""
