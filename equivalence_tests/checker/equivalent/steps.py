@@ -54,8 +54,10 @@ class Step:
         return self.stage + OF_ITS_OWN
 
     def is_named_by(self, finding: Finding) -> bool:
-        """Whether a finding is about it."""
-        return finding.name == self.name or bool(re.search(NAMES[self.stage], finding.name))
+        """Whether a finding is about it: of what is of a part's own, the very step, and none that is called alike."""
+        if finding.name.endswith(OF_ITS_OWN):
+            return finding.name == self.name and f": {self.words}." in finding.sentence
+        return bool(re.search(NAMES[self.stage], finding.name))
 
     def as_intended(self, evidence: str) -> Finding:
         """List it among what is intended."""

@@ -101,7 +101,8 @@ def kind_of(path: str, child: nn.Module) -> str:
     kind = guess_kind(child) or kind_of_name(attribute)
     if kind == "attention" and not guess_kind(child) and _stands_beside_an_attention(child):
         return ""  # whatever holds it
-    if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
+    inside = {guess_kind(m) for m in child.modules() if m is not child} if kind in EXAMINED else set()
+    if "attention" in inside and (kind != "attention" or "feed_forward" in inside):
         return "layers"  # whatever its name says
     if kind == "feed_forward" and not any(p.dim() > 1 for p in child.parameters()):
         return ""  # a residual connection around one
