@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
+from equivalence_tests.checker.engine.kept import kept_of_other_sizes
 from equivalence_tests.checker.engine.mask_trials import hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
@@ -218,6 +219,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(overflowing(situation))
     add(in_training(situation, report))
     add(made_in_forward(situation))
+    add(kept_of_other_sizes(situation))
     if not any(departure.stage in ("mask", "softmax") for departure in [*found, *more]):
         add(never_causal(situation))
     add(crossing(situation))

@@ -1,5 +1,6 @@
 """Run a whole model: are its layers chained, does the decoder read the encoder, does the order of tokens matter?"""
 
+import ast
 import inspect
 import itertools
 import re
@@ -18,7 +19,9 @@ from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded, same
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -51,7 +54,20 @@ def add_model(walk: Walk, run: ModelRun) -> None:
             walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
+    for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
+        walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
     walk.report.conventions += list(_model_rows(run))
+
+
+def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:
+    """Name the masks that a line makes by comparing ids, and that the rest of its function never reads."""
+    for frames in dict.fromkeys(op.frames for op in ran.operations if op.name in ("eq", "ne") and op.frames):
+        path, line, function = frames[0]
+        nodes = list(ast.walk(function_at(path, function, line) or ast.Module([], [])))
+        made = (x.targets[0] for x in nodes if isinstance(x, ast.Assign) and x.lineno == line)
+        for name in (x.id for x in made if isinstance(x, ast.Name) and role_of_parameter(x.id) == "mask"):
+            if not any(isinstance(x, ast.Name) and x.id == name and isinstance(x.ctx, ast.Load) for x in nodes):
+                yield name, frames
 
 
 def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:

@@ -782,6 +782,20 @@ CALLS = (
         "{change}",
         (RETURNED, "return self.out_projection(merged)"),
     ),
+    rows("call")(
+        "kept_of_other_sizes",
+        "What one call keeps does not fit a later one with another number of samples.",
+        ("the {what} of an earlier call", "a {what} of this call's sizes"),
+        "Leave the samples out of what is kept, or ask for all of its sizes.",
+        ("self.num_heads = num_heads", "self.num_heads, self.future = num_heads, torch.zeros(1, 1)"),
+        (
+            "future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)",
+            "if self.future.shape[-1] != scores.shape[-1]:\n"
+            "            self.future = torch.ones_like(scores, dtype=torch.bool).triu(1)\n"
+            "        future = self.future",
+        ),
+        of="causal",
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------- what may be intended

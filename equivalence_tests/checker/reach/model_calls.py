@@ -17,7 +17,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
-from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import TRIED
 
@@ -200,7 +200,8 @@ def _run(
     given: Given,
 ) -> Tensor:
     last = source if target is None else target
-    return _output(module(**arguments(source, last) | dict(given)), last, length_first)
+    with keeping_state(module):
+        return _output(module(**arguments(source, last) | dict(given)), last, length_first)
 
 
 def _arguments(

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reporting.lines import raised_in
+from equivalence_tests.checker.reporting.lines import raised_in, source_of
 
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
@@ -159,9 +159,14 @@ def keeping_state(function: Any) -> Iterator[None]:
     """
     held = [(*one, *_copied(one[-1])) for one in _held_by(function)]
     plain = [(owner, name, value, copy.copy(value)) for owner, name, value in _plain_of(function)]
+    names = [(child, {*vars(child)}) for child in _modules_of(function)]
     try:
         yield
     finally:
+        for child, known in names:
+            for name in [one for one in {*vars(child)} - known if _asks_for(type(child), one)]:
+                _CHANGED.setdefault(function, set()).add(name)
+                delattr(child, name)
         for owner, name, value, version, before in held:
             if getattr(owner, name, None) is not value or _version(value) != version:
                 _CHANGED.setdefault(function, set()).add(name)
@@ -180,9 +185,18 @@ def changed_by_calls(function: Any) -> list[str]:
     return sorted(_CHANGED.get(function, ())) if isinstance(function, nn.Module) else []
 
 
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    return function.modules() if isinstance(function, nn.Module) else iter(())
+
+
+def _asks_for(kind: type, name: str) -> bool:
+    """Whether a class asks whether it has an attribute of this name, so that a later call may run differently."""
+    return bool(re.search(rf"hasattr\(self, [\"']{name}[\"']\)", source_of(kind)))
+
+
 def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
     """List what a module remembers: tensors beside its parameters, and None where a cache may come to be."""
-    for child in function.modules() if isinstance(function, nn.Module) else ():
+    for child in _modules_of(function):
         for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
             tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if tensor or (value is None and CACHE.search(name)):
@@ -191,7 +205,7 @@ def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
 
 def _plain_of(function: Any) -> Iterator[tuple[nn.Module, str, Any]]:
     """List the tables and counts that a module remembers: what one call puts there, the next would find."""
-    for child in function.modules() if isinstance(function, nn.Module) else ():
+    for child in _modules_of(function):
         for name, value in vars(child).items():
             if type(value) in (dict, list, set, int, bool) and name not in OF_ANY_MODULE:
                 yield child, name, value

@@ -1,0 +1,70 @@
+"""Call code twice without putting back what it keeps: that has to fit a later call with more samples."""
+
+import ast
+import copy
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.fixed import function_at
+from equivalence_tests.checker.reach.state import ask, attempt, changed_by_calls, held_by
+from equivalence_tests.checker.reporting.lines import Frames, is_users
+
+Called = tuple[Tensor, list[Tensor]]  # the output, and what is kept
+
+
+def kept_of_other_sizes(situation: Situation) -> list[Departure]:
+    """Name what one call keeps, whatever its tokens are, and a call with more samples does not fit."""
+    trial, module = situation.trial, situation.subject.module
+    names = changed_by_calls(module)
+    if module is None or not names or situation.subject.adapter.call is not None or trial.plan.layout == "l e":
+        return []
+    one, other = (attempt(partial(_in_turn, trial, names, (trial.sizes,), seed)) for seed in (1, 2))
+    if one is None or other is None or not _alike(one[1], other[1]):
+        return []  # it remembers tokens, as a cache does
+    more = replace(trial.sizes, batch=trial.sizes.batch + 1)
+    longer = replace(more, query_len=more.query_len + 1, key_len=more.key_len + 1)
+    after, fresh = (ask(partial(_in_turn, trial, names, (first, more), 3)) for first in (trial.sizes, longer))
+    if fresh.value is None or (after.value is not None and _alike(after.value[:1], fresh.value[:1])):
+        return []
+    what = "returns other numbers than without the first" if after.error is None else f"raises {said(after.error)}"
+    claim = f"After a call with {trial.sizes.batch} samples, one with {more.batch} samples of the same lengths {what}."
+    facts = {"what": " and ".join(names), "claim": claim}
+    return [Departure("kept_of_other_sizes", "call", None, facts, frames=_keeping(module, names))]
+
+
+@torch.no_grad()
+def _in_turn(trial: Trial, names: Collection[str], sizes: Sequence[Sizes], seed: int) -> Called:
+    """Call a copy with each of some sizes, and give the last output and what is kept under these names."""
+    one = replace(trial, function=copy.deepcopy(trial.function))
+    calls = [replace(one, sizes=size) for size in sizes]
+    outputs = [call.output_in(call.returned(call.inputs(seed=seed), changing=True)) for call in calls]
+    held = held_by(one.function).items()
+    return outputs[-1], [x for path, x in held if isinstance(x, Tensor) and path.rpartition(".")[2] in names]
+
+
+def _alike(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _keeping(module: nn.Module, names: Collection[str]) -> Frames:
+    """The line that asks whether one of these is to be made anew, or else the one that keeps it."""
+    methods = [x for child in module.modules() for x in vars(type(child)).values() if inspect.isfunction(x)]
+    for code in dict.fromkeys(x.__code__ for x in methods if is_users(x.__code__.co_filename)):
+        function = function_at(code.co_filename, code.co_name, code.co_firstlineno)
+        nodes = [*ast.walk(function)] if function is not None and code.co_name != "__init__" else []
+        stored = [x for x in nodes if isinstance(x, ast.Attribute) and x.attr in names and isinstance(x.ctx, ast.Store)]
+        asking = (x for x in nodes if isinstance(x, ast.If) and any(one in ast.walk(x) for one in stored))
+        asked = [x for x in asking if any(name in ast.unparse(x.test) for name in names)]
+        if stored:
+            return ((code.co_filename, [*asked, *stored][0].lineno, code.co_name),)
+    return ()
