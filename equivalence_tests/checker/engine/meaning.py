@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
-from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import switch_off
@@ -209,7 +209,7 @@ class Evidence(Conventions):
 
     def _parameter_in(self, departure: Departure, operation: Operation) -> tuple[str, Operation | None] | None:
         """Name a parameter that takes part in what is added or multiplied, and what is strange on its way there."""
-        if not any(kind in operation.name for kind in ("add", "mul")):
+        if operation.name in CONTRACTIONS or not any(kind in operation.name for kind in ("add", "mul")):
             return None
         numbers = set(self.judgement.attention.context_sources)
         pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -30,6 +33,7 @@ FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to h
 # What a script does beside defining; none of it is run where a part of it cannot be.
 DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
 IMPORTS = (ast.Import, ast.ImportFrom)
+MOST_COMPUTED = 2**27
 CHECKED = "_checked_"  # how the name of a module begins that is checked
 
 
@@ -181,6 +185,19 @@ def _import_file(path: Path) -> ModuleType:
     raise ImportError(f"the package of {path} was not found")
 
 
+class _Computing(TorchFunctionMode):
+    """Stops a script that computes for long while it is imported, as a benchmark does."""
+
+    entries = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.entries += made.numel() if isinstance(made, Tensor) else 0
+        if self.entries > MOST_COMPUTED:
+            raise RuntimeError(f"it computes more than {MOST_COMPUTED:,} numbers while it is imported")
+        return made
+
+
 class _InFullOrPart(SourceFileLoader):
     """Runs a file of the user's; where it trains or breaks off, what it defines."""
 
@@ -191,7 +208,8 @@ class _InFullOrPart(SourceFileLoader):
             why = f"it trains ({path.name}:{step})"
         else:
             try:
-                super().exec_module(module)
+                with _Computing():
+                    super().exec_module(module)
             except (ImportError, SyntaxError):
                 raise
             except (Exception, SystemExit) as error:
