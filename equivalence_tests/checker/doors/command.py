@@ -183,7 +183,7 @@ def _requests(
         unread += [Report(file, reason=reason) for file, reason in broken.items()]
         if found:
             show(_found_in(target, found), console)
-        kinds = {one.target: pattern.kind or one.kind for one in found}
+        kinds = {one.target: pattern.kind or one.asked_kind for one in found}
         requests += [replace(pattern, target=name, kind=kind) for name, kind in kinds.items()]
     return requests, unread
 

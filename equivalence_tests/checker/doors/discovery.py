@@ -4,7 +4,7 @@ import ast
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,11 @@ class Candidate:
         """The name by which ``verify`` takes it."""
         return f"{self.path}:{self.name}"
 
+    @property
+    def asked_kind(self) -> str | None:
+        """As what it is checked; None where it may hold an attention: of that the object says more than the text."""
+        return None if self.kind in ("attention", "layers") else self.kind
+
 
 class NothingToCheckError(CannotCheckError):
     """Nothing in the files looks like an attention, a layer, another part or a mask builder."""
@@ -75,13 +80,14 @@ def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
     Raises:
         CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
     """
-    files, defined, unread = list(_files(target)), dict[Path, list[Definition]](), dict[str, str]()
+    files, read, unread = list(_files(target)), dict[Path, list[ast.stmt]](), dict[str, str]()
     for file in files:
         try:
-            defined[file] = [node for node in _statements(file) if isinstance(node, Definition)]
+            read[file] = list(_statements(file))
         except CannotCheckError as error:
             unread[str(file)] = str(error)
-    kinds = {file: _kinds(nodes) for file, nodes in defined.items()}
+    defined = {file: [node for node in nodes if isinstance(node, Definition)] for file, nodes in read.items()}
+    kinds = _kinds_in(read, defined)
     everywhere = {name: kind for named in kinds.values() for name, kind in named.items()}
     found = [
         Candidate(file, node.name, node.lineno, kind)
@@ -133,12 +139,37 @@ def _package_files(name: str) -> Iterator[Path]:
     raise CannotCheckError(f"there is no file, folder or package {name}")
 
 
-def _kinds(nodes: Iterable[Definition]) -> dict[str, str]:
+def _kinds_in(
+    read: Mapping[Path, Sequence[ast.stmt]], defined: Mapping[Path, Sequence[Definition]]
+) -> dict[Path, dict[str, str]]:
+    """Say what each definition of each file is; a class may hold what its file imports from another."""
+    kinds, own = (
+        {file: _kinds(nodes, {}) for file, nodes in defined.items()},
+        {part for file in read for part in file.parts},
+    )
+    for _ in defined:
+        everywhere = {name: kind for named in kinds.values() for name, kind in named.items()}
+        before, kinds = kinds, {file: _kinds(defined[file], _imported(read[file], everywhere, own)) for file in defined}
+        if kinds == before:
+            break
+    return kinds
+
+
+def _imported(nodes: Sequence[ast.stmt], everywhere: Mapping[str, str], own: Collection[str]) -> dict[str, str]:
+    """Say what the names are that a file imports from others: all of them, where it imports one whole, or a star."""
+    named = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    whole = [alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    if any(alias.name == "*" for alias in named) or any(name in own or f"{name}.py" in own for name in whole):
+        return dict(everywhere)
+    return {alias.asname or alias.name: everywhere[alias.name] for alias in named if alias.name in everywhere}
+
+
+def _kinds(nodes: Sequence[Definition], around: Mapping[str, str]) -> dict[str, str]:
     """Say what each definition of a file is, by its name; what holds an attention or a layer is a layer."""
     named = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
     kinds = {name: kind for name, kind in named if kind}
     for _ in nodes:
-        holders = [node.name for node in nodes if node.name not in kinds and _holds(node, kinds)]
+        holders = [node.name for node in nodes if node.name not in kinds and _holds(node, {**around, **kinds})]
         if not holders:
             break
         kinds |= dict.fromkeys(holders, "layers")

@@ -138,7 +138,7 @@ class AttentionItem(pytest.Item):
         super().__init__(**options)
         self.line = candidate.line
         intended = self.config.stash[ANSWERS].intended
-        self.request = Request(candidate.target, kind=candidate.kind, intended=intended)
+        self.request = Request(candidate.target, kind=candidate.asked_kind, intended=intended)
 
     def runtest(self) -> None:
         """Fail with the report where it deviates or could not be checked; skip where it is equal as far as it ran."""

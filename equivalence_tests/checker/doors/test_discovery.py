@@ -202,3 +202,16 @@ def test_a_subclass_counts_like_its_base_in_another_file_and_exp_over_its_sum_li
     )
     found = [(one.name, one.kind) for one in candidates(str(tmp_path))[0] if one.path.name == "a.py"]
     assert found == [("Wider", "attention"), ("mix", "attention")]
+
+
+def test_a_model_holds_what_its_file_imports_from_another(tmp_path: Path) -> None:
+    holder = "class {}:\n    def __init__(self):\n        self.part = {}()\n    def forward(self, x): ...\n"
+    (tmp_path / "block.py").write_text(
+        "class EncoderLayer(nn.Module):\n    def forward(self, x): return x.softmax(-1)\n"
+    )
+    (tmp_path / "encoder.py").write_text("from block import EncoderLayer as Block\n" + holder.format("Coder", "Block"))
+    (tmp_path / "model.py").write_text("import encoder\n" + holder.format("Net", "encoder.Coder"))
+    (tmp_path / "other.py").write_text("import torch\n" + holder.format("Unknown", "torch.Coder"))
+    found, _ = candidates(str(tmp_path))
+    assert {one.name: one.kind for one in found} == {"EncoderLayer": "layers", "Coder": "layers", "Net": "layers"}
+    assert {one.asked_kind for one in found} == {None}  # a softmax of generate() makes no attention of a model
