@@ -64,7 +64,7 @@ def _keeping(module: nn.Module, names: Collection[str]) -> Frames:
         nodes = [*ast.walk(function)] if function is not None and code.co_name != "__init__" else []
         stored = [x for x in nodes if isinstance(x, ast.Attribute) and x.attr in names and isinstance(x.ctx, ast.Store)]
         asking = (x for x in nodes if isinstance(x, ast.If) and any(one in ast.walk(x) for one in stored))
-        asked = [x for x in asking if any(name in ast.unparse(x.test) for name in names)]
-        if stored:
-            return ((code.co_filename, [*asked, *stored][0].lineno, code.co_name),)
+        asked = [x.lineno for x in asking if any(name in ast.unparse(x.test) for name in names)]
+        if lines := [*asked, *(x.lineno for x in stored)]:
+            return ((code.co_filename, lines[0], code.co_name),)
     return ()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType, TracebackType
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class Crashes:
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
         last = _last_of_user(error) if isinstance(error, OF_CODE) else None
-        if last is None or ABSENCES.used:  # what stands in for a package lacks what that has
+        if last is None or ABSENCES.used or _stands_in(error):  # what stands in for a package lacks what that has
             return
         key = last.tb_frame.f_code.co_filename, last.tb_lineno, str(error)
         if key not in self._met:
@@ -107,6 +108,14 @@ def _last_of_user(error: BaseException) -> TracebackType | None:
     while step is not None:
         last, step = step if is_users(step.tb_frame.f_code.co_filename) else last, step.tb_next
     return last
+
+
+def _stands_in(error: BaseException) -> bool:
+    """Whether torch's functions raised it in the place of numpy's."""
+    owner = getattr(error, "obj", None)
+    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    names += [getattr(owner, "__name__", ""), type(owner).__module__]
+    return any(str(name).startswith("torch._numpy") for name in names)
 
 
 def _is_readable(path: str) -> bool:

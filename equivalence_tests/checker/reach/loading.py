@@ -5,16 +5,21 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import imported
 from equivalence_tests.checker.reach.proposing import scripted_signature
+from equivalence_tests.checker.reporting.lines import TORCH, is_users
 
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
@@ -79,6 +84,8 @@ def with_signature(target: Any) -> Any:
         return _signed(target, scripted_signature(target.schema))
     if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
         return _applied(target)
+    if inspect.isfunction(target) and _is_of_numpy(target):
+        return _signed(_in_torch(target), inspect.signature(target))
     if not inspect.isbuiltin(target):
         return target
     shown = re.search(r"(\w+)(\(.*?\))", (target.__doc__ or "").strip().partition("\n\n")[0], re.DOTALL)
@@ -90,6 +97,34 @@ def with_signature(target: Any) -> Any:
     except (SyntaxError, NameError, IndexError):
         return target
     return _signed(target, signature)
+
+
+def _is_of_numpy(target: Any) -> bool:
+    """Whether the file of a function of the user's imports numpy, and not torch."""
+    held = [id(x) for x in vars(sys.modules.get(target.__module__, object)).values()]
+    return is_users(target.__code__.co_filename) and id(np) in held and id(torch) not in held
+
+
+def _in_torch(target: Any) -> Callable[..., Any]:
+    """Let a function of numpy, and what its file takes from others, run in torch's functions, so that it is watched."""
+    import torch._numpy as torchs  # torch's own words of numpy: they take a while to import
+
+    modules, waiting = set[str](), [target.__module__]
+    while waiting:
+        module = waiting.pop()
+        modules.add(module)
+        held = vars(sys.modules[module]).values()
+        near = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "") for x in held}
+        files = {x: getattr(sys.modules.get(x), "__file__", None) or TORCH for x in near - modules}
+        waiting += [x for x, file in files.items() if is_users(file) and "site-packages" not in file]
+    for held in (vars(sys.modules[module]) for module in modules):
+        held.update({name: torchs for name, x in held.items() if x is np})
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, torchs.asarray, (args, kwargs))
+        return tree_map_only(torchs.ndarray, lambda x: x.tensor, target(*args, **kwargs))
+
+    return functools.wraps(target)(function)
 
 
 def _applied(target: type[torch.autograd.Function]) -> Any:

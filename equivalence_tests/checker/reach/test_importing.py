@@ -155,3 +155,31 @@ def test_what_cannot_be_imported_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("import math\nfrom math import cosine")
     with pytest.raises(CannotCheckError, match=r"importing .*torn.py failed: ImportError: .*cosine.*torn.py:2"):
         load(f"{tmp_path / 'torn.py'}:cosine")
+
+
+NUMPY = """import numpy as np
+from weighing import softmax
+
+
+def attention(Q, K, V, mask=None):
+    scores = np.dot(Q, K.T) / np.sqrt(Q.shape[-1])
+    if mask is not None:
+        scores = np.where(mask, -1e9, scores)
+    return softmax(scores) @ V
+"""
+WEIGHING = """import numpy as np
+
+
+def softmax(x):
+    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+"""
+
+
+@pytest.mark.parametrize(("change", "name"), [((), ""), ((" / np.sqrt(Q.shape[-1])", ""), "scale_missing")])
+def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    (tmp_path / "weighing.py").write_text(WEIGHING)
+    (tmp_path / "mine.py").write_text(NUMPY.replace(*change) if change else NUMPY)
+    report = verify(f"{tmp_path / 'mine.py'}:attention")
+    assert report.verdict == ("deviates" if change else "equal"), str(report)
+    assert all(name in found for found in report.mistakes)
