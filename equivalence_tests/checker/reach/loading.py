@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -107,8 +108,7 @@ def _is_of_numpy(target: Any) -> bool:
 
 def _in_torch(target: Any) -> Callable[..., Any]:
     """Let a function of numpy, and what its file takes from others, run in torch's functions, so that it is watched."""
-    import torch._numpy as torchs  # torch's own words of numpy: they take a while to import
-
+    torchs: Any = importlib.import_module("torch._numpy")  # torch's own words of numpy: they take a while to import
     modules, waiting = set[str](), [target.__module__]
     while waiting:
         module = waiting.pop()
@@ -117,8 +117,8 @@ def _in_torch(target: Any) -> Callable[..., Any]:
         near = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "") for x in held}
         files = {x: getattr(sys.modules.get(x), "__file__", None) or TORCH for x in near - modules}
         waiting += [x for x, file in files.items() if is_users(file) and "site-packages" not in file]
-    for held in (vars(sys.modules[module]) for module in modules):
-        held.update({name: torchs for name, x in held.items() if x is np})
+    for names in (vars(sys.modules[module]) for module in modules):
+        names.update({name: torchs for name, x in names.items() if x is np})
 
     def function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, torchs.asarray, (args, kwargs))
