@@ -3,7 +3,8 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -25,12 +26,13 @@ from equivalence_tests.checker.reach.loading import check_forward, inside_wrappe
 from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reach.tried import TRIED
-from equivalence_tests.checker.reporting.findings import KINDS
+from equivalence_tests.checker.reporting.findings import KINDS, Finding
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.template import template_of
 from scratch.validation import check_choice
 
+MANY = 4  # findings of one kind at one line, of which one is shown
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
 
 
@@ -154,6 +156,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
             torch.set_num_threads(threads)
     for report in reports:
         _add_crashes(report)
+        report.findings = list(_each_once(report.findings))
         ABSENCES.tell(report)
         if printed.getvalue().strip():
             report.notes.append("the code prints while it runs; the output was kept out of this report")
@@ -170,6 +173,14 @@ def _add_crashes(report: Report) -> None:
         found_mistake("line_raises", {"said": x.said, "change": x.fix}, stack=x.stack, evidence=f"{x.why}.")
         for x in crashes
     ]
+
+
+def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Give the first of what is named alike at one line of one part, and say how many there are."""
+    for first, count in Counter((one.name, one.where, one.stack) for one in findings).items():
+        alike = [one for one in findings if (one.name, one.where, one.stack) == first]
+        more = f"{count - 1} more of this kind are found at this line."
+        yield from alike if count < MANY else [replace(alike[0], evidence=f"{alike[0].evidence} {more}".strip())]
 
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:

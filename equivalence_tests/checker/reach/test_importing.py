@@ -176,10 +176,10 @@ def softmax(x):
 """
 
 
-@pytest.mark.parametrize(("change", "name"), [((), ""), ((" / np.sqrt(Q.shape[-1])", ""), "scale_missing")])
-def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, ...], name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "name"), [(("", ""), ""), ((" / np.sqrt(Q.shape[-1])", ""), "scale_missing")])
+def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, str], name: str, tmp_path: Path) -> None:
     (tmp_path / "weighing.py").write_text(WEIGHING)
-    (tmp_path / "mine.py").write_text(NUMPY.replace(*change) if change else NUMPY)
+    (tmp_path / "mine.py").write_text(NUMPY.replace(*change))
     report = verify(f"{tmp_path / 'mine.py'}:attention")
-    assert report.verdict == ("deviates" if change else "equal"), str(report)
-    assert all(name in found for found in report.mistakes)
+    assert report.verdict == ("deviates" if name else "equal"), str(report)
+    assert report.mistakes == (name,) * bool(name)
