@@ -1,4 +1,4 @@
-"""Run somebody's code without one of its expressions: what that was made of takes its place."""
+"""Run somebody's code without one of its expressions: what that was made of, or a sum of such, takes its place."""
 
 import ast
 import itertools
@@ -6,13 +6,15 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.vocabulary import words
@@ -22,6 +24,8 @@ from equivalence_tests.checker.reporting.lines import is_users
 
 CUTS = words("getitem narrow index_select")  # what is cut off on both sides of a product is left out together
 DEEP = 6  # operations that one expression is made of
+GIVES = -1  # in the place of the number of a tensor that an operation takes: what it gives
+Spot = tuple["Place | None", int]  # an operation, or the call of a sub-module, and the number of a tensor that it takes
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class Place:
         code: The function.
         instruction: The offset of the instruction that runs it.
         number: Of the operation among those that one execution of this instruction runs.
+        calls: Whether it is the call of a sub-module that is meant, of which ``number`` is counted likewise.
     """
 
     code: CodeType
     instruction: int
     number: int
+    calls: bool = False
 
     @property
     def text(self) -> str:
@@ -51,17 +57,28 @@ class Place:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What takes the place of an operation's result: a tensor that this or an earlier operation takes.
+    """What takes the place of an operation's result, or of what it takes: a tensor that an operation before takes.
 
     Args:
-        place: Of the operation that does not run.
+        place: Of the operation.
         taking: Of the operation that takes the tensor; the same, or one that runs before.
-        position: Of the tensor among those that it takes.
+        position: Of the tensor among those that it takes; ``GIVES`` for its result.
+        beside: The same of what is added to the tensor.
+        of: Which of the tensors that the operation takes it stands for; ``GIVES`` for its result.
+
+    The call of a sub-module stands for an operation too: of its arguments those that have no name are tensors it takes.
     """
 
     place: Place
     taking: Place
     position: int
+    beside: tuple[tuple[Place, int], ...] = ()
+    of: int = GIVES
+
+    @property
+    def sources(self) -> tuple[tuple[Place, int], ...]:
+        """The tensors that are added, each by an operation and its number there."""
+        return (self.taking, self.position), *self.beside
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,10 @@ class Repair:
             one.place.text, one.position
         ) if one.taking == one.place else ""
 
+    def keeps_operand_of(self, operation: Operation) -> bool:
+        """Whether what takes the place of an operation's result is one of its own operands."""
+        return self.operation is operation and self.left_out[0].taking == self.left_out[0].place
+
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function without the expression."""
         return Without(left_out=self.left_out, idle=self.idle).run(function, *args, **kwargs)
@@ -113,49 +134,99 @@ class Without(Recorder):
         idle: Collection[Place] = (),
     ) -> None:
         super().__init__(named)
-        self.left_out, self.idle = {one.place: one for one in left_out}, idle
+        self.left_out, self.idle = {(one.place, one.of): one for one in left_out}, idle
         self.places: list[Place | None] = []  # of each operation
+        self.called: dict[tuple[int, nn.Module], Place | None] = {}  # by the first operation inside, and the module
         self.holders: list[nn.Module | None] = []  # whose method runs it
-        self._taken: dict[tuple[Place | None, int], Tensor | None] = {(x.taking, x.position): None for x in left_out}
-        self._last: tuple[FrameType, int, int] | None = None
+        self._taken: dict[Spot, Tensor | None] = {x: None for one in left_out for x in one.sources}
+        self._calls = not left_out or any(
+            place is not None and place.calls for place, _ in [*self._taken, *self.left_out]
+        )
+        self._last: dict[bool, tuple[FrameType, int, int]] = {}
+        self._adding = False
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function."""
-        with self:
+        with self, self._calls_watched() if self._calls else nullcontext():
             return function(*args, **kwargs)
+
+    @contextmanager
+    def _calls_watched(self) -> Iterator[None]:
+        handle = register_module_forward_pre_hook(self._entered)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _entered(self, module: nn.Module, args: Any) -> Any:
+        """Note where a sub-module is called, or give it what takes the place of its arguments."""
+        place, _ = self._here(calls=True)
+        if not self.left_out:
+            self.called[len(self.operations), module] = place
+            return None
+        flat, spec = tree_flatten(args)
+        self._exchange(place, flat)
+        return tree_unflatten(flat, spec)
 
     def record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, or give what takes its place."""
+        if self._adding:
+            return func(*args, **kwargs)
         place, holder = self._here()
         if not self.left_out:
             self.places.append(place)
             self.holders.append(holder)
             return super().record(func, name, args, kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._taken |= {(place, at): x for at, x in enumerate(given) if (place, at) in self._taken}
-        one = None if place is None else self.left_out.get(place)
-        instead = None if one is None else self._taken[one.taking, one.position]
+        flat, spec = tree_flatten((args, kwargs))
+        self._exchange(place, flat)
+        instead = None if (place, GIVES) in self._taken else self._instead_of(place, GIVES)
         if instead is not None:
             return instead
-        if place not in self.idle:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
+        args, kwargs = tree_unflatten(flat, spec)
+        with torch._C.DisableTorchFunction() if place in self.idle else nullcontext():
+            result = func(*args, **kwargs)
+        self._note(place, GIVES, result)
+        instead = self._instead_of(place, GIVES)
+        return result if instead is None else instead
 
-    def _here(self) -> tuple[Place | None, nn.Module | None]:
-        """Say where an operation stands, and which module runs it."""
-        holder = None
+    def _exchange(self, place: Place | None, flat: list[Any]) -> None:
+        """Put what takes the place of tensors that an operation or a sub-module takes among its arguments."""
+        for number, at in enumerate([at for at, x in enumerate(flat) if isinstance(x, Tensor)]):
+            self._note(place, number, flat[at])
+            instead = self._instead_of(place, number)
+            flat[at] = flat[at] if instead is None else instead
+
+    def _note(self, place: Place | None, number: int, x: Any) -> None:
+        """Keep what an operation takes or gives, if it is wanted elsewhere."""
+        if (place, number) in self._taken and isinstance(x, Tensor):
+            self._taken[place, number] = x
+
+    def _instead_of(self, place: Place | None, number: int) -> Tensor | None:
+        """Give what takes the place of what an operation takes or gives; None if nothing does."""
+        one = None if place is None else self.left_out.get((place, number))
+        found = [] if one is None else [self._taken[x] for x in one.sources]
+        known = [x for x in found if x is not None]
+        if not known or len(known) < len(found):
+            return None
+        self._adding = True
+        try:
+            return sum(known[1:], known[0])
+        finally:
+            self._adding = False
+
+    def _here(self, calls: bool = False) -> tuple[Place | None, nn.Module | None]:
+        """Say where an operation, or the call of a sub-module, stands, and which module runs it."""
+        holder, last = None, self._last.pop(calls, None)
         for frame, _ in traceback.walk_stack(sys._getframe(1)):
             if frame.f_code is Without.run.__code__:
                 break
             own = frame.f_locals.get("self")
             holder = own if holder is None and isinstance(own, nn.Module) else holder
             if is_users(frame.f_code.co_filename):
-                same = self._last is not None and (self._last[0] is frame, self._last[1]) == (True, frame.f_lasti)
-                number = self._last[2] + 1 if same and self._last is not None else 0
-                self._last = frame, frame.f_lasti, number
-                return Place(frame.f_code, frame.f_lasti, number), holder
-        self._last = None
+                same = last is not None and last[0] is frame and last[1] == frame.f_lasti
+                number = last[2] + 1 if last is not None and same else 0
+                self._last[calls] = frame, frame.f_lasti, number
+                return Place(frame.f_code, frame.f_lasti, number, calls), holder
         return None, holder
 
     def repairs(self, output: Any) -> Iterator[Repair]:
@@ -189,15 +260,18 @@ class Without(Recorder):
 
     def _with_parts(self, repair: Repair, outputs: list[Tensor], live: set[int]) -> Repair:
         """Add on which operations the outputs depend only through what is left out."""
-        instead, needed, kept = {x.place: x for x in repair.left_out}, {storage_of(x) for x in outputs}, set[int]()
-        taken = set[int]()
+        instead, kept = {x.place: x for x in repair.left_out}, set[int]()
+        needed, taken = {id(x) for x in outputs}, set[int]()  # tensors, and the memory that others take
+        written = {storage_of(x) for x in outputs}
         for operation in reversed(self.operations):
-            if any(storage_of(x.tensor) in needed for x in operation.outputs):
+            writes = operation.inplace and storage_of(operation.outputs[0].tensor) in written
+            if writes or any(x.key in needed for x in operation.outputs):
                 one = instead.get(self.places[operation.index])  # type: ignore[arg-type]
                 inputs = operation.inputs if one is None else self._instead(operation, one)
+                memory = {storage_of(x.tensor) for x in inputs}
                 kept |= {operation.index} if one is None else set()
-                needed |= {storage_of(x.tensor) for x in inputs}
-                taken |= {storage_of(x.tensor) for x in inputs} if one is None else set()
+                needed, written = needed | {x.key for x in inputs}, written | memory
+                taken |= memory if one is None else set()
         parts = tuple(one for one in self.operations if one.index in live - kept)
         still = {self.places[index] for index in kept} | {*instead}
         idle = {self.places[one.index] for one in parts} - still

@@ -74,25 +74,28 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
         return None
     one, two, given = read
     sizes = dict(zip(one, first.shape, strict=True))
-    sizes |= {x: max(size, sizes.get(x, 1)) for x, size in zip(two, second.shape, strict=True)}  # 1 is broadcast
+    sizes |= {x: max(size, sizes.get(x, size)) for x, size in zip(two, second.shape, strict=True)}  # 1 is broadcast
     two, apart = _joined(equation, one, two, given, sizes)
     shared = [x for x in given if x in one and x in two]
     summed = [x for x in dict.fromkeys(one + two) if x not in given]
     rows, columns = ([x for x in given if x in side and x not in other] for side, other in ((one, two), (two, one)))
     count = [prod(sizes[x] for x in group) for group in (shared, rows, columns, summed)]
 
-    def laid(places: Tensor, letters: str, order: list[str]) -> Tensor:
+    def laid(places: Tensor, letters: str, apart: list[str]) -> Tensor:
         """Repeat what is summed alone for each element that it is then multiplied with."""
+        order = [*shared, *apart, *summed]
         places = places.permute([letters.index(letter) for letter in order if letter in letters])
         for axis, letter in enumerate(order):
             places = places if letter in letters else places.unsqueeze(axis)
-        return places.expand([sizes[letter] for letter in order]).reshape(count[0], -1, count[3])
+        return places.expand([sizes[letter] for letter in order]).reshape(
+            count[0], prod(sizes[letter] for letter in apart), count[3]
+        )
 
     shape = tuple(sizes[x] for x in given)
     out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
     return Contraction(
-        laid(first, one, [*shared, *rows, *summed]),
-        laid(second, two, [*shared, *columns, *summed]),
+        laid(first, one, rows),
+        laid(second, two, columns),
         out.reshape(count[0], count[1], count[2]),
         (0, 1),
         shape,

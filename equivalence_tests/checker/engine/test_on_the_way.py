@@ -783,7 +783,7 @@ class SharesWithASinkSharper(SharesWithASink):
 )
 def test_a_sink_hides_no_other_mistake(target: type[nn.Module], names: tuple[str, ...], text: str) -> None:
     mask = torch.zeros(2, 1, 5, 5).double().masked_fill(torch.ones(5, 5).triu(1) > 0, torch.finfo(torch.float64).min)
-    report = judged(target, mask)
+    report = judged(target, mask, held=False)
     assert report.mistakes == names
     assert [finding.line.text.startswith(text) for finding in report.findings if finding.line] == [True] * len(names)
 
@@ -856,7 +856,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
     ],
 )
 def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], name: str, line: str) -> None:
-    report = judged(target)
+    report = judged(target, held=False)
     assert report.mistakes == (name,)
     assert report.findings[0].line is not None
     assert report.findings[0].line.text.startswith(line)
@@ -967,7 +967,7 @@ def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
     not_run = [exercise.what for exercise in report.not_exercised]
     assert (report.verdict, not_run) == ("partial", ["output 2"])
     assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
-    assert judged(BothWaysWithHeadsTurned, text).verdict == "deviates"
+    assert judged(BothWaysWithHeadsTurned, text, held=False).verdict == "deviates"
 
 
 @pytest.mark.parametrize(

@@ -559,7 +559,7 @@ def test_rounded_angles_that_count_from_anywhere_are_no_deviation() -> None:
 class RowByRow(nn.Module):
     """One query at a time, with the keys after it hidden in place."""
 
-    ahead = 0
+    ahead = first = 0
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -583,7 +583,7 @@ class RowWithItsKeys(RowByRow):
         q, k, v = self.q(x), self.k(x), self.v(x)
         rows = []
         for t in range(x.size(1)):
-            seen = slice(t + 1 + self.ahead)
+            seen = slice(self.first, t + 1 + self.ahead)
             rows.append((q[:, [t]] @ k[:, seen].mT / math.sqrt(x.size(-1))).softmax(-1) @ v[:, seen])
         return torch.cat(rows, dim=1)
 
@@ -599,6 +599,8 @@ def test_one_query_at_a_time_is_held_against_the_causal_mask(kind: type[RowByRow
     assert verify(kind).verdict == "equal"
     (finding,) = verify(type("Ahead", (kind,), {"ahead": 1})).findings
     assert finding.name == "causal_sees_one_ahead"
+    if kind is RowWithItsKeys:  # the first query has no key at all
+        assert "key_tokens_missing" in verify(type("WithoutTheFirst", (kind,), {"first": 1})).mistakes
     assert finding.line is not None
     assert finding.line.text.startswith(line)
 
@@ -614,11 +616,19 @@ class ReadsItselfToo(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         k, v = self.to_kv(torch.cat((x, latents), dim=1)).chunk(2, dim=-1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), k, v))
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), self.kept(k, v), v))
         context = (q @ k.mT * self.scale).softmax(-1) @ self.used(v)
         return self.to_out(context.transpose(1, 2).flatten(2))
 
+    def kept(self, k: Tensor, v: Tensor) -> Tensor:
+        return k
+
     def used(self, v: Tensor) -> Tensor:
+        return v
+
+
+class ReadsItsValuesForKeys(ReadsItselfToo):
+    def kept(self, k: Tensor, v: Tensor) -> Tensor:
         return v
 
 
@@ -631,6 +641,7 @@ def test_tokens_of_two_inputs_put_together_are_told_apart() -> None:
     report = verify(ReadsItselfToo)
     assert report.mistakes == (), str(report)
     assert verify(ReadsItselfTooTurned).mistakes == ("value_changed_by_roll",)
+    assert verify(ReadsItsValuesForKeys).mistakes == ("key_uses_value_projection",)
 
 
 class ScalesItsValues(nn.Module):

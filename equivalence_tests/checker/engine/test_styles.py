@@ -18,14 +18,14 @@ WIDTH, HEADS = 12, 3
 UNREAD = "unchecked"  # right as far as the stages tell; there is no program of torch's parts to hold the whole against
 
 
-def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5) -> Report:
-    """Judge one call of a class with parameters off their first values."""
+def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5, held: bool = True) -> Report:
+    """Judge one call of a class with parameters off their first values, as the stages see it if it is not held."""
     with preserved_global_state():
         torch.manual_seed(0)
         module = target().double().eval()
         for parameter in module.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
-        found: list[Report] = diagnose_call(Call(module, (torch.randn(2, length, WIDTH).double(), *more)))
+        found: list[Report] = diagnose_call(Call(module, (torch.randn(2, length, WIDTH).double(), *more)), held=held)
     assert len(found) == 1
     return found[0]
 
@@ -404,7 +404,7 @@ class ViewsValues(Base):
     ],
 )
 def test_the_line_that_does_it_is_blamed(target: type[nn.Module], name: str, line: str) -> None:
-    report = judged(target)
+    report = judged(target, held=False)
     assert report.mistakes[0] == name
     assert report.findings[0].line is not None
     assert line in report.findings[0].line.text
@@ -674,7 +674,7 @@ class NormedOverTokens(NormedBoth):
 
 def test_a_norm_of_ones_own_makes_tokens_of_one_size() -> None:
     assert judged(NormedBoth).verdict == "equal"
-    report = judged(NormedOverTokens)
+    report = judged(NormedOverTokens, held=False)
     assert report.mistakes[:1] == ("norm_leaves_different_sizes",)
     assert report.findings[0].line is not None
     assert "mean(self.axis" in report.findings[0].line.text
@@ -825,7 +825,7 @@ class WidensBehindItsScale(Base):
 
 
 def test_a_scale_is_not_taken_for_the_rounding_behind_it() -> None:
-    (finding,) = judged(WidensBehindItsScale).findings
+    (finding,) = judged(WidensBehindItsScale, held=False).findings
     assert finding.name == "scale_wrong"
     assert finding.line is not None
     assert finding.line.text.startswith("scores = q @ k.mT")
@@ -909,7 +909,7 @@ class MergesByAView(Base):
 
 
 def test_the_first_view_that_stands_for_a_transpose_is_blamed() -> None:
-    finding = judged(MergesByAView, length=2).findings[0]
+    finding = judged(MergesByAView, length=2, held=False).findings[0]
     assert finding.line is not None
     assert (finding.name, "transpose(1, 2).shape" in finding.line.text) == ("heads_merged_without_transpose", True)
 
@@ -976,7 +976,7 @@ class BendsItsAngles(TurnedByMatrices):
     ],
 )
 def test_a_change_on_any_stretch_is_found_on_its_line(target: type[nn.Module], name: str) -> None:
-    finding = judged(target).findings[0]
+    finding = judged(target, held=False).findings[0]
     assert finding.line is not None
     assert (finding.name, f".{name.rpartition('_')[2]}(" in finding.line.text) == (name, True)
 

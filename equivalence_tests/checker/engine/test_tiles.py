@@ -235,7 +235,7 @@ class BesideTwice(Beside):
         (Beside, "unchecked", ()),
         (BesideUnscaled, "deviates", ("scale_missing",)),
         (BesideHidden, "unchecked", ()),
-        (BesideTwice, "deviates", ("tiles_do_not_add_up",)),
+        (BesideTwice, "unchecked", ("tiles_do_not_add_up",)),  # suspected: no number shows it
     ],
 )
 def test_keys_of_two_kinds_share_a_softmax(target: type[nn.Module], verdict: str, names: tuple[str, ...]) -> None:
@@ -243,4 +243,4 @@ def test_keys_of_two_kinds_share_a_softmax(target: type[nn.Module], verdict: str
     given = torch.randn(2, 8, 12).double(), torch.randn(2, 3, 12).double()
     (report,) = diagnose_call(Call(target().double().eval(), given))
     assert (report.verdict, report.mistakes) == (verdict, names), str(report)
-    assert all(finding.proof is None or finding.proof.error < 1e-9 for finding in report.findings)
+    assert all(finding.is_proven for finding in report.findings)

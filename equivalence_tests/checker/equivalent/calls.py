@@ -22,6 +22,7 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import hold_call
 from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
@@ -44,7 +45,8 @@ def diagnose_call(
         intended: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to show by further runs that what was found is all, and needed.
         features_last: Whether the last axis of the arguments is known to hold the features of tokens.
-        held: Whether an attention of which nothing deviates is compared with torch's own program too.
+        held: Whether it is no verdict without numbers: what deviates is proven or suspected, and an attention of which
+            nothing does is compared with torch's own program.
 
     Returns:
         One diagnosis for each attention, in the order in which they run; none where none is found.
@@ -63,6 +65,8 @@ def diagnose_call(
             hold_call(report, found, found.judgements[place], intended or {})
             if report.unread and not proofs:  # one option of code that is held as a whole elsewhere
                 report.verdict, report.reason = "partial", ""
+        elif proofs:
+            accuse_with_proof(report)
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
     return diagnoses

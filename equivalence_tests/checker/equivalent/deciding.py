@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -87,7 +87,23 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
     return True
 
 
-def suspicion(suspected: Sequence[Finding]) -> str:
+def accuse_with_proof(report: Report, complete: bool = False) -> None:
+    """Let nothing count against the code that no number shows: what is unproven is suspected, and blames no line.
+
+    Args:
+        report: Whose findings are looked at; receives another verdict where none is proven.
+        complete: Whether what is proven is known to be all; else what was seen beside it stays.
+    """
+    unproven = [finding for finding in report.findings if not finding.is_proven]
+    if not unproven or (len(unproven) < len(report.findings) and not complete):
+        return
+    report.findings = [finding for finding in report.findings if finding.is_proven]
+    report.suspected = [replace(finding, stack=()) for finding in unproven]
+    if not report.findings:
+        report.verdict, report.reason = "unchecked", _suspicion(unproven)
+
+
+def _suspicion(suspected: Sequence[Finding]) -> str:
     """Say what is suspected, in sentences that blame no line."""
     said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
     names = " ".join(dict.fromkeys(f"--intended {finding.name}=REASON" for finding in suspected))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.meaning import SIZES
 from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio
@@ -58,12 +59,21 @@ class Doubt:
         return ""
 
     def _adds_what_is_there(self) -> str:
-        """A residual connection, or a branch: behind the scores, something is added that is made of something else."""
+        """A residual connection, or a branch: behind the scores, something is added that is made of other data."""
         operation, made = self.repair.operation, {storage_of(self.repair.instead.tensor)}
         for one in self.repair.parts[:-1]:
             taken = {storage_of(x.tensor) for x in one.inputs}
             made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
-        others = {storage_of(x.tensor) for x in operation.inputs} - made
+        held = (
+            set()
+            if self.module is None
+            else {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
+        )
+        others = [
+            bits
+            for x, bits in zip(operation.inputs, operation.origins, strict=True)
+            if storage_of(x.tensor) not in made and not held.issuperset(self.watched.named(bits))
+        ]
         return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
 
     def _acts(self) -> str:
@@ -80,7 +90,14 @@ class Doubt:
             one.name not in MIXES and all(storage_of(x.tensor) in known for x in one.inputs)
             for one in self.repair.parts
         )
-        return "it is an activation" if weighed and alone else ""
+        return "it is an activation" if weighed and alone and self._is_of_a_matrix() else ""
+
+    def _is_of_a_matrix(self) -> bool:
+        """Whether what is left is what a product gave, or that with its bias."""
+        found = Graph(self.watched.operations).maker(self.repair.instead, self.repair.operation.index)
+        if found is not None and found.name in ADDS:
+            found = Graph(self.watched.operations).maker(found.inputs[0], found.index)
+        return found is not None and found.name in CONTRACTIONS
 
     def _behind(self) -> list[Operation]:
         """The operations between the last softmax before the expression, and that; none if there is no softmax."""

@@ -22,7 +22,7 @@ from equivalence_tests.checker.equivalent.comparing import (
     difference_of,
     kept_parameters,
 )
-from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, suspicion, unread
+from equivalence_tests.checker.equivalent.deciding import Holding, accuse_with_proof, decide, left_over, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
@@ -279,19 +279,18 @@ def accuse(report: Report, situation: Situation) -> None:
     report.findings = [_shown(finding, situation, exact) for finding in report.findings]
     if exact is not None:
         report.equivalent = held.written(exact, report)
-    unproven = [finding for finding in report.findings if not finding.is_proven]
-    if len(unproven) < len(report.findings) and exact is None:
-        return
-    report.suspected = [replace(finding, stack=()) for finding in unproven]
-    report.findings = [finding for finding in report.findings if finding.is_proven]
-    if report.findings:  # the program shows that they are all there is
-        return
-    if unproven[0].stage in OF_AXES and not any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
-        report.findings = [found_mistake("samples_mixed", stack=unproven[0].stack, evidence=SAMPLES_MIXED)]
-        return
-    report.verdict, report.reason = "unchecked", suspicion(unproven)
-    if exact is None:
+    mixed = () if any(finding.is_proven for finding in report.findings) else _mixed(report.findings[0], situation)
+    report.findings += mixed
+    accuse_with_proof(report, complete=bool(mixed) or exact is not None)  # the program shows that there is no more
+    if not report.findings and exact is None:
         _state_difference(report, situation)
+
+
+def _mixed(finding: Finding, situation: Situation) -> list[Finding]:
+    """Blame the line of what nothing proves where samples meet in every way in which the code runs."""
+    if finding.stage not in OF_AXES or any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
+        return []
+    return [found_mistake("samples_mixed", stack=finding.stack, evidence=SAMPLES_MIXED)]
 
 
 def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Finding:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
@@ -77,18 +77,26 @@ class Search:
         Returns:
             Whether there is one.
         """
-        for repair, watched in self._repairs():
+        known: list[tuple[Repair, Rest, Proof, str]] = []
+        for repair, watched in itertools.islice(self._repairs(known), MOST_TRIED):
             found = ask(partial(rest, repair)).value
             proof = None if found is None else self._proof(repair, found)
             if found is not None and proof is not None:
                 doubt = intended.get(name_of(repair), "") or found.doubt
                 doubt = doubt or Doubt(watched, repair, self.module, self.within).said()
-                self._say(report, repair, found, proof, doubt)
-                return True
-        return False
+                known += [(repair, found, proof, doubt)] if doubt or not known else []
+                if doubt:  # of two ways to make it torch's, one may be intended
+                    break
+        if known:
+            self._say(report, *known[-1])
+        return bool(known)
 
-    def _repairs(self) -> Iterator[tuple[Repair, Without]]:
-        """Give the expressions without which something else of the same shape comes back, with the run."""
+    def _repairs(self, known: Sequence[tuple[Repair, Rest, Proof, str]]) -> Iterator[tuple[Repair, Without]]:
+        """Give the expressions without which something else of the same shape comes back, with the run.
+
+        Args:
+            known: Those without which it is torch's; once there is one, only other operands of its last operation.
+        """
         call, module = self.drawn(0), self.module
         held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
         args, kwargs, _ = call.fresh()
@@ -97,21 +105,37 @@ class Search:
         if before is None or len(watched.operations) > MOST_OPERATIONS:
             return
         ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
-        ordered = sorted(ours, key=lambda x: len(x.parts)) if self.within else ours
-        changing = (x for x in ordered if ABOVE_ROUNDING < _apart(before, self._gives(call, x)) < math.inf)
-        yield from ((repair, watched) for repair in itertools.islice(changing, MOST_TRIED))
+        for one in sorted(ours, key=lambda x: len(x.parts)) if self.within else ours:
+            if (not known or one.keeps_operand_of(known[0][0].operation)) and ABOVE_ROUNDING < _apart(
+                before, self._gives(call, one)
+            ) < math.inf:
+                yield one, watched
 
     def _gives(self, call: Call, repair: Repair | None = None) -> Tensor | None:
         """What comes back, as it is or without an expression; None if the call fails."""
         run = call.function if repair is None else partial(repair.run, call.function)
         return attempt(lambda: self.output(replace(call, function=run).returned()).double())
 
-    def _proof(self, repair: Repair, rest: Rest) -> Proof | None:
-        """Show that the code gives torch's numbers without an expression, and does not with it; None if it does."""
+    def proofs(self, repairs: Sequence[Repair], rest: Callable[[Repair], Rest | None]) -> list[Proof | None]:
+        """Show for each of some repairs that it is needed, and that with all the code is torch's.
+
+        Args:
+            repairs: Each with something that is put right.
+            rest: Reads the code with all of it put right; None where that is not torch's.
+        """
+        together = _together(repairs)
+        found = ask(partial(rest, together)).value
+        if found is None:
+            return [None] * len(repairs)
+        others = [[one for one in repairs if one is not left] for left in repairs]
+        return [self._proof(together, found, _together(left) if left else None) for left in others]
+
+    def _proof(self, repair: Repair, rest: Rest, without: Repair | None = None) -> Proof | None:
+        """Show that the code gives torch's numbers with a repair, and does not with less; None if it does."""
 
         def gaps(seed: int) -> tuple[float, float]:
             call, want = self.drawn(seed), rest.computed(seed)
-            return _apart(want, self._gives(call, repair)), _apart(want, self._gives(call))
+            return _apart(want, self._gives(call, repair)), _apart(want, self._gives(call, without))
 
         return proven(self.module, gaps, rest.rounding)
 
@@ -131,6 +155,10 @@ class Search:
         report.verdict, report.reason, report.suspected, report.unread = "deviates", "", [], ""
         report.checks = []  # that they pass says nothing now
         report.equivalent = replace(rest.written, agrees=False, difference=proof.without, where="output, fresh inputs")
+
+
+def _together(repairs: Sequence[Repair]) -> Repair:
+    return replace(repairs[0], left_out=tuple(one for repair in repairs for one in repair.left_out))
 
 
 def look_closer(report: Report, locate: Callable[[Report], None]) -> None:

@@ -45,6 +45,7 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
+        walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items()}
     else:
         walk.skip(f"{label} (wiring)", some_of(wiring.unread))
     if wiring.order and not wiring.mistakes:

@@ -11,7 +11,7 @@ import torch
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent import calls
 from equivalence_tests.checker.equivalent.calls import diagnose_call
-from equivalence_tests.checker.layers.walking import _held
+from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.layers.whole_conditions import Conditions
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
@@ -58,15 +58,17 @@ def test_a_vector_of_the_sample_names_no_tokens() -> None:
     assert not report.mistakes, str(report)
 
 
-def test_what_is_unproven_where_it_stands_is_no_finding() -> None:
+def test_what_is_unproven_is_no_finding() -> None:
     found = found_mistake("scale_missing", where="block")
-    walk: Any = SimpleNamespace(held=lambda: {"block": Report("block", verdict="deviates", findings=[found])})
-    report = _held(walk, "block")
-    assert (report.verdict, report.findings) == ("unchecked", [])
+    report = Report("block", verdict="deviates", findings=[found])
+    accuse_with_proof(report)
+    assert (report.verdict, report.findings, report.mistakes) == ("unchecked", [], ("scale_missing",))
     assert "suspected but could not be proven" in report.reason
     proven = replace(found, proof=Proof(1e-16, 0.5, 20))
-    walk.held = lambda: {"block": Report("block", verdict="deviates", findings=[found, proven])}
-    assert _held(walk, "block").verdict == "deviates"
+    for complete, left in ((False, [found, proven]), (True, [proven])):
+        report = Report("block", verdict="deviates", findings=[found, proven])
+        accuse_with_proof(report, complete)
+        assert (report.verdict, report.findings) == ("deviates", left)
 
 
 @pytest.mark.parametrize("alone", [Proof(1e-16, 0.5, 20), Proof(1.7, 2.3, 20)])

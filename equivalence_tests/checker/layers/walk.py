@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.conventions import modules_around
+from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.engine.watching import ModuleCall
@@ -39,6 +40,7 @@ class Walk:
         equivalents: The same in torch, for each part that was examined.
         masks: The masks that the whole was seen to take.
         heads: How many heads these may be repeated for.
+        repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
         inline: Whether an attention has no module of its own, so that what surrounds it cannot be separated from it.
     """
 
@@ -54,6 +56,7 @@ class Walk:
     equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)
     masks: list[Mask] = field(default_factory=list)
     heads: int = 1
+    repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
     inline: bool = False
     intended: Mapping[str, str] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
+from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
-from equivalence_tests.checker.equivalent.deciding import suspicion
+from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
-from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
-from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole
+from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, proofs_in_whole
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
@@ -127,17 +127,43 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
-    if kind_of("model", module) not in EXAMINED and module not in [layer for _, layer in layers]:
-        if run is None:
-            say_that_it_does_not_run(walk, errors, mistakes)
-        else:
-            add_model(walk, run)
+    of_model = kind_of("model", module) not in EXAMINED and module not in [layer for _, layer in layers]
+    if run is None and (of_model or (mistakes and _is_lost(walk))):
+        say_that_it_does_not_run(walk, errors, mistakes)
+    elif run is not None and of_model:
+        add_model(walk, run)
     report = _concluded(walk.report, subject, bool(walk.unread))
-    if run is not None and not walk.inline and _may_be_equal(report):
-        _hold(report, _whole(walk, run, subject))
-    elif run is not None and not walk.inline and report.mistakes == ("sublayer_reads_another_tensor",):
-        look_closer(report, partial(locate_in_whole, whole=_whole(walk, run, subject)))
+    whole = None if run is None or walk.inline else _whole(walk, run, subject)
+    if walk.repairs:
+        _prove_wiring(report, whole, walk.repairs)
+    if whole is not None and _may_be_equal(report):
+        _hold(report, whole)
     return report
+
+
+def _prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str, str], Repair | None]) -> None:
+    """Accuse the wiring only where torch's numbers come back with the right sum put in."""
+    wired = [one for one in report.findings if (one.name, one.where) in repairs]
+    others = [one for one in report.findings if one not in wired]
+    if not wired:
+        return
+    proofs = (
+        [None] * len(wired)
+        if whole is None or others
+        else proofs_in_whole(report, whole, [repairs[one.name, one.where] for one in wired])
+    )
+    shown = [replace(one, proof=proof, evidence="") for one, proof in zip(wired, proofs, strict=True)]
+    report.findings = [*others, *shown]
+    accuse_with_proof(report)
+    if not report.findings:
+        report.checks = [
+            replace(check, outcome="skipped") if check.outcome == "failed" else check for check in report.checks
+        ]
+
+
+def _is_lost(walk: Walk) -> bool:
+    """Whether the wiring could not be followed."""
+    return any(check.outcome == "skipped" and check.name.endswith("(wiring)") for check in walk.report.checks)
 
 
 def _may_be_equal(report: Report) -> bool:
@@ -167,7 +193,7 @@ def _hold(report: Report, whole: Whole) -> None:
             replace(check, outcome="passed", detail="") if check.outcome == "skipped" else check
             for check in report.checks
         ]
-        report.reason = ""
+        report.reason, report.suspected = "", []
     if report.verdict in ("equal", "unchecked") and not report.reason:
         report.verdict = "partial" if report.not_exercised else "equal"
 
@@ -207,13 +233,9 @@ def _attentions(walk: Walk, run: ModelRun, held: bool) -> dict[str, Report]:
 
 
 def _held(walk: Walk, path: str) -> Report:
-    """Give the report on an attention where it stands, compared with torch's program; what is unproven is suspected."""
+    """Give the report on an attention where it stands, compared with torch's program."""
     try:
-        report = walk.held()[path]
-        if report.verdict == "deviates" and not any(finding.is_proven for finding in report.findings):
-            found, suspected = report.findings, [replace(finding, stack=()) for finding in report.findings]
-            return replace(report, verdict="unchecked", findings=[], suspected=suspected, reason=suspicion(found))
-        return report
+        return walk.held()[path]
     except Exception as error:  # the user's code may take no fresh inputs
         return Report(path, reason=f"comparing it where it stands raised {type(error).__name__}: {error}")
 
@@ -232,7 +254,7 @@ def _add_masks_made_inside(walk: Walk) -> None:
     seen = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
     made = [(path, finding) for path, report in walk.watched.items() if path not in seen for finding in report.findings]
     for path, finding in made:
-        if finding.stage == "mask" and (finding.name, finding.line) not in known:
+        if finding.stage == "mask" and finding.is_proven and (finding.name, finding.line) not in known:
             known.add((finding.name, finding.line))
             walk.report.findings.append(replace(finding, where=path))
             walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
@@ -333,11 +355,12 @@ def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> R
         own = Call(child, call.args, call.kwargs)
         for held in (False, True):  # most often nothing is found, which is quickly said
             asked = diagnose_call(own, intended=walk.intended, features_last=True, held=held)
-            found = [finding for report in asked for finding in report.findings]
+            found = [finding for report in asked for finding in (*report.findings, *report.suspected)]
             found = [one for one in found if one.stage in ("project", "rotary") and one.name not in alone.mistakes]
             if not found:
                 return alone
         alone = replace(alone, verdict="deviates", findings=[*alone.findings, *found])
+        accuse_with_proof(alone)
     return alone
 
 

@@ -99,7 +99,7 @@ class Follower:
             else:
                 places = torch.arange(slot.tensor.numel()).view_as(slot.tensor)
                 self.learnt.setdefault(slot.key, (named, places))
-        events = {call.first: call for call in reversed([*self._events()])}
+        events = {call.first: call for call in reversed([*self.events()])}
         place = 0
         while place < len(self.recorder.operations):
             call = events.get(place)
@@ -129,7 +129,7 @@ class Follower:
         self._new("activation", found[0], [value], [found[1]], value.places)
         return end
 
-    def _events(self) -> Iterator[ModuleCall]:
+    def events(self) -> Iterator[ModuleCall]:
         """List the calls of parts, and of torch's own modules, that are not inside of another."""
         end = 0
         for call in self.recorder.calls:

@@ -1,7 +1,7 @@
 """Hold a layer, a stack or a model against torch as a whole: a program of its parts, wired alike, that runs alone."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
+from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
@@ -19,7 +20,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
     held,
     joined_output,
 )
-from equivalence_tests.checker.equivalent.search import Search, rest_of_module
+from equivalence_tests.checker.equivalent.search import Rest, Search, rest_of_module
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.masks import Mask
@@ -31,7 +32,7 @@ from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.findings import Exercise, Proof
 from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
@@ -201,10 +202,28 @@ def locate_in_whole(report: Report, whole: Whole) -> None:
         report: Could not be checked; receives the finding with its proof, or the line in its reason.
         whole: What was followed.
     """
+    search, rest = _search(report, whole)
+    search.locate(report, rest, whole.intended)
+
+
+def proofs_in_whole(report: Report, whole: Whole, repairs: Sequence[Repair | None]) -> list[Proof | None]:
+    """Show for each of some repairs that it is needed, and that with all a whole is made of torch's parts.
+
+    Args:
+        report: Says what is intended.
+        whole: What was followed.
+        repairs: What puts it right; None where nothing is known to.
+    """
+    search, rest = _search(report, whole)
+    return [None] * len(repairs) if None in repairs else search.proofs([x for x in repairs if x is not None], rest)
+
+
+def _search(report: Report, whole: Whole) -> tuple[Search, Callable[[Repair], Rest | None]]:
+    """Give what calls a whole, and what reads it when something is put right."""
     inside = {id(m) for path in whole.kinds for m in whole.module.get_submodule(path).modules()}
     calls, sizes = whole.calls, whole.calls.sizes
     search = Search(lambda seed: calls.drawn(sizes[seed % 2], 40 + seed), joined_output, WORDS, True, inside)
-    search.locate(report, rest_of_module(search, partial(_program, report, whole)), whole.intended)
+    return search, rest_of_module(search, partial(_program, report, whole))
 
 
 def _program(report: Report, whole: Whole) -> Equivalent | None:

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.putting import Put, Putting
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value, summed
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -26,18 +29,25 @@ MATRICES = ("linear", "embedding")  # a matrix that reads the input as it is emb
 
 @dataclass
 class Wiring:
-    """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order."""
+    """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order.
+
+    Of the mistakes that are no facts it is known what puts them right, if anything does.
+    """
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
+    puts: dict[str, tuple[Put, ...]] = field(default_factory=dict)
+    repairs: dict[str, Repair | None] = field(default_factory=dict)
     idle_norms: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     steps: dict[str, Made] = field(default_factory=dict)  # what the parts made, by label
     unused: set[str] = field(default_factory=set)
     order: str = ""
 
-    def blame(self, name: str, frames: Frames) -> None:
-        """Note a mistake once, and the lines where it shows."""
+    def blame(self, name: str, frames: Frames, puts: tuple[Put, ...] | None = None) -> None:
+        """Note a mistake once, the lines where it shows, and what puts it right; None for a fact."""
         self.mistakes.setdefault(name, frames)
+        if puts is not None:
+            self.puts[name] = self.puts.get(name, ()) + puts
 
 
 def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
@@ -62,8 +72,18 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     wiring.steps |= _steps(follower.labels, atoms, wiring)
     _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
     if follower.returned:
-        _Stream(wiring, follower, contained, trial.plan.self_attention).follow()
+        stream = _Stream(wiring, follower, contained, trial.plan.self_attention)
+        stream.follow()
+        wiring.repairs = stream.putting.repairs(wiring.puts, _watched(trial)) if wiring.puts else {}
     return wiring
+
+
+def _watched(trial: Trial) -> Without:
+    """Run a layer again, and note where everything stands."""
+    watched = Without()
+    with torch.no_grad():
+        watched.run(trial.returned, trial.inputs())
+    return watched
 
 
 def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
@@ -173,7 +193,7 @@ class _Stream:
     def __init__(
         self, wiring: Wiring, follower: Follower, contained: Mapping[str, bool | None], self_attention: bool
     ) -> None:
-        self.labels, self.contained = follower.labels, contained
+        self.labels, self.contained, self.putting = follower.labels, contained, Putting(follower)
         labels = follower.labels
         self.memory = "" if self_attention else labels.add("given", "memory")
         self.bases = {label for label, _ in labels.of_kind(*BASES)}
@@ -221,10 +241,11 @@ class _Stream:
             raise _LostError
         if self.now not in (entered, self._normalised(entered)):
             if self._is_known(entered):
-                self._stop("sublayer_reads_another_tensor", step.frames)
+                self._stop("sublayer_reads_another_tensor", step.frames, self._entering(label, self.now))
             raise _LostError
-        if self._is_mixed(step, entered):
-            self.wiring.blame("sublayer_reads_another_tensor", step.frames)
+        for mixed in self._mixed(step, entered):
+            right = self.putting.taken(label, mixed, entered)
+            self.wiring.blame("sublayer_reads_another_tensor", step.frames, right)
         last, used = self._branch(label, entered)
         if label in self.wiring.unused or not used:
             raise _LostError
@@ -234,13 +255,21 @@ class _Stream:
         self._judge_sum(label, last, used, entered)
         self._advance(used)
 
-    def _is_mixed(self, step: Made, entered: Terms) -> bool:
-        """Whether queries, keys and values are neither all the stream nor all norms of it."""
+    def _mixed(self, step: Made, entered: Terms) -> list[Terms]:
+        """What queries, keys and values are, where they are neither all the stream nor all norms of it."""
         given = [x.terms for x in step.inputs if self._is_known(x.terms)]
         own = self.contained.get(step.words, False) is not False  # then one of them may be the residual
         if step.kind != "attention" or own or any(map(self._of_memory, given)):
-            return False
-        return any(x != entered and not self._normalised(x) == self._normalised(entered) == self.now for x in given)
+            return []
+        both = (x for x in given if x != entered)
+        return [x for x in both if not self._normalised(x) == self._normalised(entered) == self.now]
+
+    def _entering(self, label: str, want: Terms) -> tuple[Put, ...]:
+        """Let a branch read something else: its norm, its first matrix, or the part itself."""
+        first = ([*_matrices(self.labels, self.labels.made[label].inputs[0])] or [label])[-1]
+        have = self._query(label)
+        norm = have[0][0] if self._normalised(have) is not None else ""
+        return self.putting.taken(norm or first, self._normalised(have) or have, want)
 
     def _is_known(self, x: Terms) -> bool:
         return _is_counted(x) and {*dict(x)} <= {*self.bases, *self.sublayers, *self.norms}
@@ -257,17 +286,20 @@ class _Stream:
     def _judge_sum(self, label: str, last: str, used: Terms, entered: Terms) -> None:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
         beside, end = summed(used, _one(last), -1), self.steps[last]
+        right = self.putting.given(used, summed(self.now, _one(last)))
         if end.kind == "layer_norm" and beside == self.now:
-            self.wiring.blame("residual_after_norm", end.frames)
+            inside = self.putting.given(_one(label), summed(self.now, _one(label)))
+            self.wiring.blame("residual_after_norm", end.frames, self.putting.given(used, _one(last)) + inside)
         elif any(count > 1 for _, count in beside):
-            self.wiring.blame("residual_added_twice", self._lines_of_sum(last))
+            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), right)
         elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
-            self.wiring.blame("residual_from_normalised", self._lines_of_sum(last))
+            self.wiring.blame("residual_from_normalised", self._lines_of_sum(last), right)
         elif beside not in (self.now, entered):
             others = [x for x in self.sublayers if x in dict(beside) and self._raw(x) == self._raw(label)]
             if not others or beside != summed(self.now, _one(others[0])):
-                self._stop("residual_from_elsewhere", self._lines_of_sum(label))
-            self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label))
+                self._stop("residual_from_elsewhere", self._lines_of_sum(label), right)
+            right = self._entering(others[0], summed(self.now, _one(last)))
+            self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label), right)
             self.done.add(others[0])
 
     def _lines_of_sum(self, label: str) -> Frames:
@@ -276,8 +308,11 @@ class _Stream:
 
     def _advance(self, used: Terms) -> None:
         """The sum is the stream now; with post-norm its LayerNorm is."""
-        norm = next((label for label, step in self.norms.items() if step.inputs[0].terms == used), "")
-        self.now = _one(norm) if norm and not self.pre_norm else used
+        self.now = used if self.pre_norm else self._after(used)
+
+    def _after(self, used: Terms) -> Terms:
+        """The LayerNorm of a sum, if there is one."""
+        return next((_one(label) for label, step in self.norms.items() if step.inputs[0].terms == used), used)
 
     def _alone(self, label: str, step: Made) -> None:
         """A sub-layer that is summed with nothing: it holds its own residual, or one is missing."""
@@ -285,11 +320,13 @@ class _Stream:
         if contained:
             self.now = _one(label)
             return
-        if reader in self.sublayers and summed(self.now, _one(label)) in self.sums:
-            self._stop("sublayer_reads_another_tensor", self.steps[reader].frames)
+        whole = summed(self.now, _one(label))
+        if reader in self.sublayers and whole in self.sums:
+            right = self._entering(reader, whole) or self._entering(reader, self._after(whole))
+            self._stop("sublayer_reads_another_tensor", self.steps[reader].frames, right)
         if contained is None:
             raise _LostError
-        self.wiring.blame("residual_missing", step.frames)
+        self.wiring.blame("residual_missing", step.frames, self.putting.given(_one(label), whole))
         self._advance(_one(label))
 
     def _judge_end(self) -> None:
@@ -298,7 +335,8 @@ class _Stream:
         if not self.pre_norm or self._normalised(self.final) != self.now:
             raise _LostError
         if sum(self.steps[label].kind == "attention" for label in self.sublayers) <= self.most:
-            self.wiring.blame("norm_final_extra", self.norms[self.final[0][0]].frames)
+            right = self.putting.given(self.final, self.now)
+            self.wiring.blame("norm_final_extra", self.norms[self.final[0][0]].frames, right)
 
     def _judge_cross(self) -> None:
         """Say whether the cross-attention is another one, comes second, and takes keys and values from the memory."""
@@ -311,7 +349,7 @@ class _Stream:
         for step in (step for step, n in zip(attentions, counts, strict=True) if n and step.words in own):
             self.wiring.blame("attention_shared", step.frames)
         if not any(counts):
-            known = all(_is_counted(x.terms) for step in attentions for x in step.inputs)
+            known = all(self._is_known(x.terms) for step in attentions for x in step.inputs)
             wrong = attentions[-1:] if known else []
         if wrong:
             self.wiring.blame("cross_attention_from_decoder", wrong[0].frames)
@@ -323,11 +361,13 @@ class _Stream:
         first: dict[str, Terms] = {}
         for step in self.norms.values():
             given = step.inputs[0].terms
-            if given != _one(self.memory) and first.setdefault(step.words, given) != given:
+            own = self.norms.get(given[0][0])
+            again = own is not None and own.words == step.words  # of what it gave itself
+            if not again and given != _one(self.memory) and first.setdefault(step.words, given) != given:
                 self.wiring.blame("norm_shared", step.frames)
 
-    def _stop(self, mistake: str, frames: Frames) -> None:
-        self.wiring.blame(mistake, frames)
+    def _stop(self, mistake: str, frames: Frames, puts: tuple[Put, ...]) -> None:
+        self.wiring.blame(mistake, frames, puts)
         raise _LostError
 
     def _query(self, label: str) -> Terms:

@@ -139,13 +139,16 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         return
     unused = [name for name in unused if name.endswith("weight") or "." not in name]
     alike = [i for i in range(3) if any(_is_twice(i, j, weights, features) for j in range(3) if j != i)]
-    rows = 1 + max(int(feature_of(plain(source.codes)).max()) for source in _made_of(attention, operands[0]))
     if len(alike) == 3:
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
-    elif alike and (distinct == 2 or len(torch.cat(features).unique()) < rows):
+        return
+    made = _made_of(attention, operands[alike[0]]) if alike else []
+    rows = 1 + max((int(feature_of(plain(source.codes)).max()) for source in made), default=0)
+    if alike and (distinct == 2 or len(torch.cat(features).unique()) < rows):
         first, second = alike
-        packed = list(OWN)[int(features[first].min()) * 3 // rows] == operands[second].role
-        if packed if distinct == 1 else OWN[operands[second].role].search(weights[first]):
+        roles = list(OWN)[-(rows // len(features[first])) :]  # of which one matrix holds the rows
+        own = roles[int(features[first].min()) * len(roles) // rows]
+        if own == operands[second].role if len(roles) > 1 else OWN[operands[second].role].search(weights[first]):
             first, second = second, first
         last = operands[second].sources[0]
         taker = operands[second].until if last.kind == "projection" else last.operation  # a norm of its own

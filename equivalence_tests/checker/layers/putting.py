@@ -1,0 +1,151 @@
+"""Put right how a layer is wired: the sum that should be there, in the place of what is given or taken."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.leaving_out import GIVES, LeftOut, Repair, Spot, Without
+from equivalence_tests.checker.engine.vocabulary import ADDS
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation
+from equivalence_tests.checker.layers.whole_steps import Follower
+from equivalence_tests.checker.layers.whole_values import Terms, summed
+from equivalence_tests.checker.reach.tracing import tensors_of
+
+Tap = tuple[Operation | ModuleCall, int]  # the number of a tensor that is taken there; GIVES for what is given
+
+
+@dataclass(frozen=True)
+class Put:
+    """The sum of some tensors, and what it takes the place of."""
+
+    instead_of: Tap
+    sources: tuple[Tap, ...]
+
+
+@dataclass(frozen=True)
+class Putting:
+    """Finds in a run that was followed where a sum belongs.
+
+    Args:
+        follower: Followed the run.
+    """
+
+    follower: Follower
+
+    @cached_property
+    def parts(self) -> list[ModuleCall]:
+        """The calls of parts."""
+        return [*self.follower.events()]
+
+    @cached_property
+    def between(self) -> list[Operation]:
+        """The operations between the parts."""
+        inside = {index for call in self.parts for index in range(call.first, call.end)}
+        return [one for one in self.follower.recorder.operations if one.index not in inside]
+
+    def given(self, have: Terms, want: Terms) -> tuple[Put, ...]:
+        """Put a sum in the place of another: where it is first added up, or last passed on, or wherever it is taken."""
+        made = [one for one in self.between if one.outputs and self._terms(one.outputs[0].tensor) == have]
+        sums = [one for one in made if one.name in ADDS]
+        for one in sums or made[::-1]:
+            sources = self._sources(want, one.outputs[0].value.shape, one.index + 1)
+            if sources:
+                return (Put((one, GIVES), sources),)
+        return self._put(have, want, [*self.between, *self.parts])
+
+    def taken(self, label: str, have: Terms, want: Terms) -> tuple[Put, ...]:
+        """Put a sum in the place of another that a part takes."""
+        own = ((label, 1.0),)
+        calls = [call for call in self.parts if own in map(self._terms, call.outputs)]
+        made = [one for one in self.between if own in [self._terms(slot.tensor) for slot in one.outputs]]
+        return self._put(have, want, calls[:1] or made[:1])
+
+    def _put(self, have: Terms, want: Terms, takers: Sequence[Operation | ModuleCall]) -> tuple[Put, ...]:
+        """Put a sum in the place of another wherever some take it; nothing where it is not there for all."""
+        found = [
+            Put((one, number), self._sources(want, x.shape, _start(one), (one, number)))
+            for one in takers
+            for number, x in enumerate(_taken(one))
+            if self._terms(x) == have
+        ]
+        return tuple(found) if all(put.sources for put in found) else ()
+
+    def _terms(self, x: Tensor) -> Terms:
+        value = self.follower.values.get(id(x))
+        return () if value is None else value.terms
+
+    def _terms_of(self, tap: Tap) -> Terms:
+        """What is tapped: what a sum is written into was the rest of it before."""
+        one, number = tap
+        terms, written = self._terms(_tensor(tap)), isinstance(one, Operation) and one.inplace and number == 0
+        return summed(terms, self._terms(_taken(one)[1]), -1) if written and len(_taken(one)) == 2 else terms
+
+    def _sources(self, want: Terms, shape: torch.Size, end: int, own: Tap | None = None) -> tuple[Tap, ...]:
+        """One tensor, or two that are added, of those before an operation; none where they are not there.
+
+        Args:
+            want: The sum.
+            shape: Of what it takes the place of.
+            end: The index of that operation.
+            own: What it takes the place of, where that may be part of it.
+        """
+        taps = [*self._before(end), *([] if own is None else [own])]
+        found = {self._terms_of(tap): tap for tap in taps if _tensor(tap).shape == shape}
+        if want in found:
+            return (found[want],)
+        pairs = ((tap, found.get(summed(want, terms, -1))) for terms, tap in found.items() if terms)
+        return next(((one, other) for one, other in pairs if other is not None), ())
+
+    def _before(self, end: int) -> Iterator[Tap]:
+        """List what is given and taken before an operation, what parts take last."""
+        before = [one for one in self.follower.recorder.operations[:end] if one.outputs]
+        yield from ((one, GIVES) for one in before)
+        takers: list[Operation | ModuleCall] = [*before, *(call for call in self.parts if call.first < end)]
+        for taker in takers:
+            yield from ((taker, number) for number, _ in enumerate(_taken(taker)))
+
+    def repairs(self, puts: Mapping[str, Sequence[Put]], watched: Without) -> dict[str, Repair | None]:
+        """Make repairs of them, by name; None where nothing is known that puts it right.
+
+        Args:
+            puts: By name, what is put where.
+            watched: Of the same run, where everything stands.
+        """
+        return {name: self._repair([(put, watched) for put in found]) for name, found in puts.items()}
+
+    def _repair(self, puts: Sequence[tuple[Put, Without]]) -> Repair | None:
+        left_out: list[LeftOut] = []
+        for put, watched in puts:
+            (place, of), *sources = [self._spot(tap, watched) for tap in (put.instead_of, *put.sources)]
+            known = [(at, number) for at, number in sources if at is not None]
+            if place is None or len(known) < len(sources):
+                return None
+            left_out.append(LeftOut(place, *known[0], tuple(known[1:]), of))
+        operation = self.follower.recorder.operations[_start(puts[0][0].instead_of[0])] if puts else None
+        return None if operation is None else Repair(tuple(left_out), operation, operation.outputs[0])
+
+    def _spot(self, tap: Tap, watched: Without) -> Spot:
+        one, number = tap
+        if isinstance(one, Operation):
+            return watched.places[one.index], number
+        return watched.called.get((one.first, self.follower.module.get_submodule(one.path))), number
+
+
+def _taken(one: Operation | ModuleCall) -> list[Tensor]:
+    """The tensors that an operation takes, or a sub-module under no name."""
+    return [slot.tensor for slot in one.inputs] if isinstance(one, Operation) else [*tensors_of(one.args)]
+
+
+def _tensor(tap: Tap) -> Tensor:
+    one, number = tap
+    if number == GIVES and isinstance(one, Operation):
+        return one.outputs[0].tensor
+    return _taken(one)[number]
+
+
+def _start(one: Operation | ModuleCall) -> int:
+    """The index of an operation, or of the first inside a sub-module."""
+    return one.index if isinstance(one, Operation) else one.first
