@@ -316,18 +316,24 @@ class _Stream:
 
     def _alone(self, label: str, step: Made) -> None:
         """A sub-layer that is summed with nothing: it holds its own residual, or one is missing."""
-        contained, reader = self.contained.get(step.words, False), self._reader(label)
+        contained = self.contained.get(step.words, False)
         if contained:
             self.now = _one(label)
             return
-        whole = summed(self.now, _one(label))
+        last = self._scaled(label)
+        reader, whole = self._reader(last), summed(self.now, _one(last))
         if reader in self.sublayers and whole in self.sums:
             right = self._entering(reader, whole) or self._entering(reader, self._after(whole))
             self._stop("sublayer_reads_another_tensor", self.steps[reader].frames, right)
         if contained is None:
             raise _LostError
-        self.wiring.blame("residual_missing", step.frames, self.putting.given(_one(label), whole))
-        self._advance(_one(label))
+        self.wiring.blame("residual_missing", step.frames, self.putting.given(_one(last), whole))
+        self._advance(_one(last))
+
+    def _scaled(self, label: str) -> str:
+        """What gains make of a branch."""
+        reader = self._reader(label)
+        return self._scaled(reader) if reader and self.labels.made[reader].kind in ("gain", "conditioned") else label
 
     def _judge_end(self) -> None:
         if self.final == self.now:
@@ -349,12 +355,17 @@ class _Stream:
         for step in (step for step, n in zip(attentions, counts, strict=True) if n and step.words in own):
             self.wiring.blame("attention_shared", step.frames)
         if not any(counts):
-            known = all(self._is_known(x.terms) for step in attentions for x in step.inputs)
-            wrong = attentions[-1:] if known else []
+            wrong = attentions[-1:] if all(map(self._is_known_whole, attentions)) else []
         if wrong:
             self.wiring.blame("cross_attention_from_decoder", wrong[0].frames)
         elif len(counts) > 1 and counts[0]:
             self.wiring.blame("sublayers_in_another_order", attentions[0].frames)
+
+    def _is_known_whole(self, step: Made) -> bool:
+        """Whether all tokens that a part is given are known."""
+        given = [x for call in self.putting.parts if call.path == step.words for x in call.inputs if x.dim() > 2]
+        followed = all(id(x) in self.putting.follower.values for x in given if x.is_floating_point())
+        return followed and all(self._is_known(x.terms) for x in step.inputs)
 
     def _judge_norms(self) -> None:
         """Name a LayerNorm that stands in two places."""
