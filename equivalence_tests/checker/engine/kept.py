@@ -1,4 +1,4 @@
-"""Call code twice without putting back what it keeps: that has to fit a later call with more samples."""
+"""What a call leaves behind: what it keeps has to fit a later call, and its arguments have to stay as they are."""
 
 import ast
 import copy
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.engine.watching import storage_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.fixed import function_at
-from equivalence_tests.checker.reach.state import ask, attempt, changed_by_calls, held_by
+from equivalence_tests.checker.reach.state import ask, attempt, changed_by_calls, held_by, keeping_state
+from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import Frames, is_users
 
 Called = tuple[Tensor, list[Tensor]]  # the output, and what is kept
@@ -40,6 +43,27 @@ def kept_of_other_sizes(situation: Situation) -> list[Departure]:
     claim = f"After a call with {trial.sizes.batch} samples, one with {more.batch} samples of the same lengths {what}."
     facts = {"what": " and ".join(names), "claim": claim}
     return [Departure("kept_of_other_sizes", "call", None, facts, frames=_keeping(module, names))]
+
+
+def written_arguments(situation: Situation) -> list[Departure]:
+    """Name the operations that write into a tensor of the caller's, without a mask and with the one that is read."""
+    trial, found = situation.trial, list[Departure]()
+    inputs = trial.inputs(seed=161)
+    may = torch.ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1), dtype=torch.bool)
+    may[..., -1] = inputs.key.size(1) == 1
+    inputs = replace(inputs, may_attend=may)
+    for form in dict.fromkeys((None, situation.understood)) if situation.subject.adapter.call is None else ():
+        args, kwargs = trial.arguments(inputs, mask=form)
+        given = dict(zip((name for name, _ in trial.plan.roles), args, strict=False)) | kwargs
+        theirs = {storage_of(x): (name, x, x.clone()) for name, one in given.items() for x in tensors_of(one)}
+        with keeping_state(trial.function):
+            ran = operations_of(partial(trial.function, *args, **kwargs))
+        for operation in ran:
+            name, now, before = theirs.get(storage_of(operation.inputs[0].tensor), ("", None, None))
+            if operation.inplace and now is not None and before is not None and not torch.equal(now, before):
+                claim = f"After the call, the tensor that was handed to {name} holds other numbers."
+                found.append(Departure("argument_written_into", "call", operation, {"what": name, "claim": claim}))
+    return found[:1]
 
 
 @torch.no_grad()

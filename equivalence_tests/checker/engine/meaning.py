@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
@@ -297,8 +297,18 @@ class Evidence(Conventions):
                 kept = self._setting(abs(turns[0]), _is_no_size, own=True)
                 if abs(total / turns[0] / turns[1] - 1) < LOOSE and (kept or self._takes_tables(operands[0])):
                     return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
+        if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
+            return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
         off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
         return f"{off} is False" if off else self._configured(departure.facts["factor"])
+
+    def _gate_of_pixels(self) -> str:
+        """The single number, learnt, of a module that projects by convolutions alone, or not; "" for any other."""
+        inside = list(self.module.modules()) if self.module is not None else []
+        others = [one for one in inside if not isinstance(one, nn.modules.conv._ConvNd)]
+        held = [(name, x) for one in others for name, x in one.named_parameters(recurse=False)]
+        single = [name for name, x in held if x.numel() == 1]
+        return single[0] if single and all(x.dim() < 2 for _, x in held) else ""
 
     def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
         """Whether gains that are learnt stand for the scale, and the module does not say that there is one."""

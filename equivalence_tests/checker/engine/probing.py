@@ -162,7 +162,11 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
     if run is None:
         return []
     idle = torch.equal(*(next(tensors_in((one.output,))) for one in (run, situation.found.run)))
-    if idle and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
+    if (
+        idle
+        and not situation.found.patches
+        and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    ):
         report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
     found = (_dropout(situation.found.run, run, part.number) for part in judgement.attention.parts)
     wrong = [one for one in found if one is not None] or list(_beside_weights(situation.found.run, run, judgement))

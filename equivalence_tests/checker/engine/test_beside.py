@@ -215,7 +215,7 @@ class AnotherQuery(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(x.shape)  # as torch lays it out
 
 
 def test_a_projection_of_another_way_is_no_output_projection() -> None:

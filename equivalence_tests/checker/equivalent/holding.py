@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -270,6 +270,7 @@ def accuse(report: Report, situation: Situation) -> None:
         report: Whose findings are looked at; receives their proofs, and another verdict where none is proven.
         situation: What was seen.
     """
+    report.findings = _contradicted(report.findings, situation)
     if all(finding.is_proven for finding in report.findings):
         return
     held, exact = Held(situation), None
@@ -291,6 +292,17 @@ def _mixed(finding: Finding, situation: Situation) -> list[Finding]:
     if finding.stage not in OF_AXES or any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
         return []
     return [found_mistake("samples_mixed", stack=finding.stack, evidence=SAMPLES_MIXED)]
+
+
+def _contradicted(findings: Sequence[Finding], situation: Situation) -> list[Finding]:
+    """Take their proofs from findings of a call that gives torch's numbers as it is: what they put right is right."""
+    seen = {one.name for one in situation.departures}
+    held_against = [one for one in findings if one.proof is not None and one.name in seen]
+    if held_against:
+        proving = Proving(situation, layout_of(situation.trial))
+        if any(proving.difference(one.program) <= ABOVE_ROUNDING for one in _plain(situation)):
+            return [replace(one, proof=None, evidence="") if one in held_against else one for one in findings]
+    return list(findings)
 
 
 def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Finding:
@@ -317,10 +329,9 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
 
 def _plain(situation: Situation) -> Iterator[Plain]:
     """List the plain attentions that the code may be intended to be."""
-    sizes = situation.subject.sizes
-    yield from plain_programs(
-        situation.subject.module, arguments_of(situation), sizes.num_heads, sizes.num_heads * sizes.head_dim
-    )
+    sizes, module = situation.subject.sizes, situation.subject.module
+    heads = 1 if module is None and "h" not in situation.plan.layout else sizes.num_heads
+    yield from plain_programs(module, arguments_of(situation), heads, sizes.embed_dim)
 
 
 def arguments_of(situation: Situation) -> dict[str, str]:

@@ -17,6 +17,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Evidence,
     Expression,
     Given,
+    Learnt,
     Values,
     added_twice,
     all_of,
@@ -187,12 +188,15 @@ class Program:
         tokens = [one.tokens for _, one in self.roles]
         called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
         normed = [path for path in called if module is not None and _is_norm(module.get_submodule(path))]
+        single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
+        gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
+        gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
         projecting = None if self.output.bias is not None or module is None else _projecting(around, module)
         for step in evidence.steps(around, "output"):
             if step.evidence and step.words == f"{projecting} is called":
                 continue
             if step.stage == "residual":
-                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else ""
+                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
                 yield Step(step.words, said, "residual")
             else:
                 yield step

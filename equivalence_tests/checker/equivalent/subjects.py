@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.kept import kept_of_other_sizes
+from equivalence_tests.checker.engine.kept import kept_of_other_sizes, written_arguments
 from equivalence_tests.checker.engine.mask_trials import hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
@@ -47,7 +47,7 @@ from equivalence_tests.checker.reach.construction import asks_for_groups, caller
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reach.state import attempt, default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -228,6 +228,8 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(of_all_masks(masked, report))
     if not more:
         add(hidden_together(masked))
+    if all(one.evidence for one in (*found, *more)):
+        add([one for each in masked for one in attempt(partial(written_arguments, each)) or ()][:1])
     return more
 
 

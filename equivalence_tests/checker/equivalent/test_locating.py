@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.doubting import of_its_values
 from equivalence_tests.checker.verify import verify
@@ -105,3 +105,29 @@ ROTATED = torch.cat(
 )
 def test_numbers_say_what_may_be_intended(changed: Tensor, said: str) -> None:
     assert of_its_values(changed, X) == said
+
+
+def test_rows_that_a_diagonal_divides_are_not_accused() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        a = (query @ key.mT / query.size(-1) ** 0.5).exp()
+        return torch.diag_embed(1 / a.sum(-1)) @ a @ value
+
+    assert verify(attention).verdict != "deviates"
+
+
+class Pixels(nn.Module):
+    """Non-local attention of pixels, without a scale, and with a gate that starts at 0."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Conv2d(channels, channels, 1) for _ in range(3))
+        self.gamma = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).flatten(2) for part in (self.query, self.key, self.value))
+        return self.gamma * (v @ (q.mT @ k).softmax(-1).mT).view(x.shape) + x
+
+
+def test_a_gate_of_pixels_speaks_for_a_missing_scale() -> None:
+    report = verify(Pixels)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)

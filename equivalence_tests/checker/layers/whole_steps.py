@@ -315,6 +315,9 @@ class Follower:
         if operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d"):
             self._give([operation.outputs[0].tensor], value)
             return
+        if not value.places.dim():  # of a table
+            self._give([slot.tensor for slot in operation.outputs], value)
+            return
         if value.places.shape != operation.inputs[0].value.shape:
             raise UnreadError(f"{operation.name} of what has no tokens of its own")
         with torch.no_grad():

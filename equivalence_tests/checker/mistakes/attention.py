@@ -783,6 +783,13 @@ CALLS = (
         (RETURNED, "return self.out_projection(merged)"),
     ),
     rows("call")(
+        "argument_written_into",
+        "It writes into an argument: the tensor of the caller's holds other numbers afterwards.",
+        ("{what} is changed in place", "the arguments stay as they are"),
+        "Copy it first, or use the operation that returns a new tensor.",
+        ("masked_fill(mask, -math.inf)", "masked_fill(mask.logical_not_().logical_not(), -math.inf)"),
+    ),
+    rows("call")(
         "kept_of_other_sizes",
         "What one call keeps does not fit a later one with another number of samples.",
         ("the {what} of an earlier call", "a {what} of this call's sizes"),

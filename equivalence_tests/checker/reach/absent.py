@@ -21,6 +21,7 @@ T = TypeVar("T")
 # What pip calls a package whose modules have another name.
 DISTRIBUTIONS = {"PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn"}
 DISTRIBUTIONS |= {"yaml": "pyyaml", "torch.utils.tensorboard": "tensorboard"}
+FRAMEWORKS = {"tensorflow", "keras", "jax", "flax", "mxnet", "paddle", "mindspore", "mlx", "tinygrad"}
 # What many projects call a file or a folder of their own.
 OWN_FILES = re.compile(
     r"^(src|lib|core|commons?|(my_?)?(utils?|helpers?|models?|modules?|layers?|config\w*|data\w*|train\w*|attention\w*)|"
@@ -156,6 +157,8 @@ class Absences:
 
 def _advice(package: str) -> str:
     """Say how to get a package; a name that many projects give to a file of their own is none to install."""
+    if package.partition(".")[0] in FRAMEWORKS:
+        return "it is written for another framework, and only PyTorch and NumPy are read here"
     if OWN_FILES.search(package):
         return "if it is a file of this project, put it beside this one or in a folder above"
     return f"pip install {DISTRIBUTIONS.get(package, package.replace('_', '-'))}"

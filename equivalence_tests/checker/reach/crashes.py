@@ -6,7 +6,7 @@ import linecache
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,14 +69,19 @@ class Crash:
 
 
 class Crashes:
-    """Keeps such exceptions, as code is imported, built and called."""
+    """Keeps such exceptions, as code is imported, built and called.
+
+    Attributes:
+        misnamed: Those of modules that are absent where a file of nearly that name lies beside.
+    """
 
     def __init__(self) -> None:
-        self._met: dict[tuple[str, int, str], Crash | None] = {}
+        self.forget()
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self._met = {}
+        self._met: dict[tuple[str, int, str], Crash | None] = {}
+        self.misnamed: list[Crash] = []  # modules that are absent
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
@@ -91,7 +96,7 @@ class Crashes:
     @property
     def found(self) -> list[Crash]:
         """List them, one for each line and text."""
-        return [crash for crash in self._met.values() if crash is not None]
+        return [*self.misnamed, *(crash for crash in self._met.values() if crash is not None)]
 
     @property
     def in_calls(self) -> list[Crash]:
@@ -271,11 +276,16 @@ def _may_have(owner: nn.Module, name: str, last: TracebackType) -> bool:
     given = re.compile(rf"(?<!\bself)\.{name}\s*=[^=]")  # by whoever uses the module
     unseen = any(DYNAMIC.search(source_of(one)) for one in classes)
     unseen = unseen or any(given.search(one.read_text(errors="replace")) for one in around)
-    return unseen or _gives_before(name, last, map(tree_of, files))
+    trees = list(map(tree_of, files))
+    functions = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.FunctionDef))
+    variables = {x for function in functions for x in ast.walk(function) if isinstance(x, ast.Name)}
+    return unseen or _gives_before(name, last, trees, variables)
 
 
-def _gives_before(name: str, last: TracebackType, trees: Iterable[ast.AST]) -> bool:
-    """Whether a line gives something this name that need not run after another of the same function."""
+def _gives_before(
+    name: str, last: TracebackType, trees: Iterable[ast.AST], but: Collection[ast.AST] = frozenset()
+) -> bool:
+    """Whether a line gives something this name, but for some nodes, and need not run after another of its function."""
     function, line = _function_of(last), last.tb_lineno
     below: set[ast.AST] = set()
     if function is not None:
@@ -283,7 +293,8 @@ def _gives_before(name: str, last: TracebackType, trees: Iterable[ast.AST]) -> b
         start = max(x.lineno for x in around)
         looped = any(isinstance(x, ast.For | ast.While) for x in around)
         below = {x for x in ast.walk(function) if not looped and getattr(x, "lineno", 0) >= start}
-    return any(_gives(node, name) and node not in below for tree in trees for node in ast.walk(tree))
+    nodes = (node for tree in trees for node in ast.walk(tree) if node not in but)
+    return any(_gives(node, name) and node not in below for node in nodes)
 
 
 def _gives(node: ast.AST, name: str) -> bool:

@@ -85,6 +85,12 @@ def with_signature(target: Any) -> Any:
         return _signed(target, scripted_signature(target.schema))
     if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
         return _applied(target)
+    if (
+        inspect.isclass(target)
+        and not issubclass(target, nn.Module)
+        and inspect.isfunction(vars(target).get("forward"))
+    ):
+        return _called_by_its_forward(target)
     if inspect.isfunction(target) and _is_of_numpy(target):
         return _signed(_in_torch(target), inspect.signature(target))
     if not inspect.isbuiltin(target):
@@ -98,6 +104,19 @@ def with_signature(target: Any) -> Any:
     except (SyntaxError, NameError, IndexError):
         return target
     return _signed(target, signature)
+
+
+def _has_only_a_forward(target: type) -> bool:
+    """Whether a class of no framework has a forward of its own, and its instances cannot be called."""
+    of_torch = issubclass(target, nn.Module | torch.autograd.Function)
+    return not of_torch and inspect.isfunction(vars(target).get("forward")) and "__call__" not in dir(target)
+
+
+def _called_by_its_forward(target: type) -> type:
+    """Give a class of no framework whose instances are called as modules are; in torch's functions if it is numpy's."""
+    forward = vars(target)["forward"]
+    forward = _in_torch(forward) if _is_of_numpy(forward) else forward
+    return type(target.__name__, (target,), {"__call__": forward, "__module__": target.__module__})
 
 
 def _is_of_numpy(target: Any) -> bool:

@@ -247,6 +247,7 @@ def ask(call: Callable[[], T]) -> Answer[T]:
     try:
         return Answer(call())
     except Exception as error:
+        CRASHES.note(error)
         return Answer(error=error)
 
 
@@ -260,7 +261,6 @@ def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
     answer = ask(call)
     if answer.error is not None and errors is not None:
         errors.append(said(answer.error) + raised_in(answer.error))
-        CRASHES.note(answer.error)
     return answer.value
 
 

@@ -38,6 +38,7 @@ def noted(tmp_path: Path, text: str) -> list[Crash]:
 SELF = "return self.projection(x)"
 OWN = {
     "a misspelt attribute": (SELF, "Is self.project meant?", {}),
+    "an attribute that a variable is called like": (SELF, "", {"built": "projection = nn.Linear(dim, dim)\n"}),
     "an attribute that is read before it is set": (SELF, "", {"built": "self.scale = self.width\nself.width = dim\n"}),
     "a function that nothing imports": ("return gelu(self.project(x))", "Import or define gelu.", {}),
     "a function that torch does not have": ("return F.softmx(x, -1)", "Is softmax meant?", {}),

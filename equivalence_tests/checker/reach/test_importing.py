@@ -183,3 +183,19 @@ def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, s
     report = verify(f"{tmp_path / 'mine.py'}:attention")
     assert report.verdict == ("deviates" if name else "equal"), str(report)
     assert report.mistakes == (name,) * bool(name)
+
+
+def test_a_misspelt_file_of_the_project_is_named(tmp_path: Path) -> None:
+    (tmp_path / "self_attention.py").write_text("class Attention: ...\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom self_atention import Attention\n\nclass Mine(Attention): ...\n"
+    )
+    finding = verify(f"{tmp_path / 'mine.py'}:Mine").findings[0]
+    assert (finding.fix, finding.line and finding.line.number) == ("Is self_attention meant?", 2)
+
+
+def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> None:
+    body = NUMPY.replace("def attention(Q", "class Mine:\n  def forward(self, Q").replace("\n    ", "\n      ")
+    (tmp_path / "weighing.py").write_text(WEIGHING)
+    (tmp_path / "mine.py").write_text(body)
+    assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
