@@ -348,7 +348,8 @@ class _Stream:
         """Say whether the cross-attention is another one, comes second, and takes keys and values from the memory."""
         attentions = [step for step in self.steps.values() if step.kind == "attention"]
         counts = [sum(self._of_memory(x.terms) for x in step.inputs) for step in attentions]
-        wrong = [step for step, n in zip(attentions, counts, strict=True) if 0 < n < len(step.inputs) - 1]
+        followed = [step for step in attentions if all(map(self._is_followed, step.inputs))]
+        wrong = [x for x, n in zip(attentions, counts, strict=True) if 0 < n < len(x.inputs) - 1 and x in followed]
         if not counts or "cross_attention_left_out" in self.wiring.mistakes:
             return
         own = {step.words for step, n in zip(attentions, counts, strict=True) if not n}
@@ -389,6 +390,10 @@ class _Stream:
     def _raw(self, label: str) -> Terms:
         """What a sub-layer reads, before a LayerNorm."""
         return self._normalised(self._query(label)) or self._query(label)
+
+    def _is_followed(self, value: Value) -> bool:
+        """Whether a value is made of what parts made or were given, and of no operation between them."""
+        return all(self.labels.made[label].kind != "strange" for label, _ in value.terms)
 
     def _of_memory(self, x: Terms) -> bool:
         """Whether it is the memory, or what parts made of that alone."""
