@@ -405,6 +405,8 @@ def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: A
     if len(holders) > 1:
         given = dict(zip(holders, handed, strict=True))
     given |= _angles(trial, start, start + length)
+    numbers = torch.arange(start, start + length).expand(trial.sizes.batch, -1)
+    given |= {name: numbers for name, role in trial.plan.roles if role == "=positions"}
     for name in names:
         if _is_switch(parameters[name]):
             given[name] = True

@@ -39,9 +39,18 @@ def contraction_of_sum(product: Operation, total: Operation) -> Contraction | No
     axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if not isinstance(axis, int) or len(product.inputs) != 2:
         return None
-    first, second = torch.broadcast_tensors(*(_places(slot.value) for slot in product.inputs))
-    found = _einsum("...d,...d->...", first.movedim(axis, -1), second.movedim(axis, -1))
+    shape = product.outputs[0].value.shape
+    letters = "".join(chr(0x100 + i) for i in range(len(shape)))
+    (one, first), (two, second) = (_unrepeated(_places(slot.value), shape, letters) for slot in product.inputs)
+    found = _einsum(f"{one},{two}->{letters.replace(letters[axis], '')}", first, second)
     return found and replace(found, shape=tuple(total.outputs[0].value.shape))
+
+
+def _unrepeated(x: Tensor, shape: torch.Size, letters: str) -> tuple[str, Tensor]:
+    """Leave out the axes along which an operand is repeated, and name the others."""
+    x = x.view((1,) * (len(shape) - x.dim()) + x.shape)
+    own = [i for i, size in enumerate(shape) if x.size(i) == size]
+    return "".join(letters[i] for i in own), x[tuple(slice(None) if i in own else 0 for i in range(len(shape)))]
 
 
 def _places(x: Tensor) -> Tensor:

@@ -362,6 +362,35 @@ def test_a_cache_is_exercised_where_the_positions_are_handed_over() -> None:
     assert wrong.line.text.startswith("self.cache_v[")
 
 
+class NumbersItsTokens(nn.Module):
+    """Takes the number of each token, which counts on from step to step, beside the keys and values of those before."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.qkv, self.wo = n_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def turned(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        angles = position_ids[:, None, :, None] / 10 ** torch.arange(x.size(-1) // 2)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, past_key_value: Any = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.turned(q, position_ids), self.turned(k, position_ids)
+        if past_key_value is not None:
+            k, v = (torch.cat(both, -2) for both in zip(past_key_value, (k, v), strict=True))
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + (0.0 if mask is None else mask)
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+def test_the_numbers_of_the_tokens_count_on_from_step_to_step() -> None:
+    report = verify(NumbersItsTokens)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert ("past_key_value", True) in [(exercise.what, exercise.exercised) for exercise in report.coverage]
+
+
 class TakesGroupedHeads(nn.Module):
     """No projections: queries, keys and values come in with their heads, keys with fewer."""
 
@@ -817,6 +846,35 @@ class OverQueriesOnTheRight(KeysOnTheLeft):
 def test_scores_may_have_their_keys_on_the_left() -> None:
     assert verify(KeysOnTheLeft).verdict == "equal"
     assert verify(OverQueriesOnTheRight).mistakes == ("softmax_over_queries",)
+
+
+class WrittenAsSums(nn.Module):
+    """Multiplies matrices by broadcasting and sums."""
+
+    scale = True
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = product(q / (q.size(-1) ** 0.5 if self.scale else 1), k.mT)
+        return self.proj(product(scores.softmax(-1), v).transpose(1, 2).reshape(x.shape))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+
+
+class UnscaledSums(WrittenAsSums):
+    scale = False
+
+
+def test_products_may_be_written_as_sums() -> None:
+    assert verify(WrittenAsSums).verdict == "equal"
+    assert verify(UnscaledSums).mistakes == ("scale_missing",)
 
 
 class HidesByNode(nn.Module):

@@ -184,6 +184,46 @@ def test_a_matrix_beside_what_is_given_is_a_sublayer(tmp_path: Path) -> None:
     assert said["added alone is a sublayer"] == "the sub-module added"
 
 
+class NormalisesItself(nn.Module):
+    """An attention with a norm of its own, which is intended."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm, self.qkv = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+class AroundIt(nn.Module):
+    def __init__(self, dim: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.attn, self.norm1, self.norm2 = NormalisesItself(dim, heads), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 20), nn.ReLU(), nn.Linear(20, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(x + self.attn(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+
+class StrangeAroundIt(AroundIt):
+    def between(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+def test_what_is_intended_inside_a_part_says_nothing_for_what_stands_around_it() -> None:
+    report = verify(AroundIt)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["project_of_its_own"]), str(report)
+    report = verify(StrangeAroundIt)
+    assert report.verdict == "deviates", str(report)
+    assert "x.abs() is not part of" in report.findings[0].sentence
+
+
 class TakesATable(nn.Module):
     """Its table is in no state_dict."""
 

@@ -500,6 +500,63 @@ def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
     assert verify(TransposedCausalModel).mistakes == ("causal_mask_inverted",)  # and not that the future is seen
 
 
+class OrderlessCausalModel(CausalModel):
+    def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
+        super().__init__(vocab_size, d_model, nhead, max_len=1)
+        del self.pe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embedding(x), mask=self.hidden(x.size(1)))
+
+
+class OrderlessModel(OrderlessCausalModel):
+    def hidden(self, length: int) -> Tensor:
+        return torch.zeros(length, length, dtype=torch.bool)
+
+
+def test_a_causal_mask_is_enough_to_show_the_order_and_no_mask_is_not() -> None:
+    report = verify(OrderlessCausalModel)
+    assert (report.verdict, report.findings) == ("equal", []), str(report)
+    assert "no_positions" in verify(OrderlessModel).mistakes
+
+
+class SinePositions(nn.Module):
+    """Gives the rows for all samples at once, and leaves it to others to add them."""
+
+    pe: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        angles = torch.arange(64)[:, None] / 10000 ** (torch.arange(0, d_model, 2) / d_model)
+        self.register_buffer("pe", torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pe[:, : x.size(1)]
+
+
+class AddsPositionsOutside(OrderlessCausalModel):
+    def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
+        super().__init__(vocab_size, d_model, nhead)
+        self.positions = SinePositions(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        return self.encoder(x + self.positions(x), mask=self.hidden(x.size(1)))
+
+
+class AddsPositionsTwice(AddsPositionsOutside):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        return self.encoder(x + self.positions(x) + self.positions(x), mask=self.hidden(x.size(1)))
+
+
+def test_positions_may_be_made_by_a_part_and_added_outside_of_it() -> None:
+    report = verify(AddsPositionsOutside)
+    assert report.verdict == "equal", str(report)
+    report = verify(AddsPositionsTwice)
+    assert report.verdict != "equal", str(report)
+
+
 class ExchangingModel(layers.TranslationModel):
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         memory, x = self.embed(tgt), self.encode(self.embed(src))

@@ -111,8 +111,12 @@ class Whole:
         """Whether all that torch does not have is intended, by what a report says."""
         if not self.runs:
             self._followed()
-        said = evidence_of(self.steps, report.intended, set())
+        said = self.evidence(report)
         return all(found or self.intended.get(step.name) for step, found in said.items())
+
+    def evidence(self, report: Report) -> dict[Step, str]:
+        """Give for each step the evidence that it is intended: what is intended inside a part says nothing for it."""
+        return evidence_of(self.steps, [one for one in report.intended if not one.where], set())
 
     def _in_torch(self, run: Run, follower: Follower) -> Equivalent | None:
         """Give torch's own layer with the user's weights, where it is the whole; then no step is left to explain."""
@@ -188,7 +192,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     if not found.agrees:
         differs(report, whole.worst)
         return False
-    if not explained(report, evidence_of(whole.steps, report.intended, set()), whole.intended):
+    if not explained(report, whole.evidence(report), whole.intended):
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]

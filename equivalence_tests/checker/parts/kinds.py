@@ -93,6 +93,10 @@ def kind_of(path: str, child: nn.Module) -> str:
 
     >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
     ('layer_norm', '', '')
+    >>> block = type("AttentionBlock", (nn.Module,), {"forward": lambda self, x: x})()
+    >>> block.attention, block.mlp = nn.MultiheadAttention(4, 2), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    >>> kind_of("blocks.0", block)
+    'layers'
     """
     if not runs(child):
         return ""  # it only holds what something else calls

@@ -20,7 +20,7 @@ CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.
 TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
-NOT_THE_USERS = ("<frozen", "<equivalent>", "/einops/", "/einx/", "/jaxtyping/", "/beartype/")
+NOT_THE_USERS = ("<frozen", "<string>", "<equivalent>", "/einops/", "/einx/", "/jaxtyping/", "/beartype/")
 REFUSAL = re.compile(r"(^|:\s*)(assert|raise)\b")
 STANDARD = sysconfig.get_path("stdlib")
 # Path, number and function of each line, the innermost first.
