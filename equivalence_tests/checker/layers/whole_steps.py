@@ -312,10 +312,8 @@ class Follower:
         self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
     def _moved(self, operation: Operation, value: Value) -> None:
-        if operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d"):
-            self._give([operation.outputs[0].tensor], value)
-            return
-        if not value.places.dim():  # of a table
+        drops = operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
+        if drops or not value.places.dim():  # a table has none
             self._give([slot.tensor for slot in operation.outputs], value)
             return
         if value.places.shape != operation.inputs[0].value.shape:

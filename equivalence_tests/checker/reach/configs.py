@@ -141,3 +141,9 @@ def _held_by(value: Any) -> set[str]:
         return set()
     own = [name for one in value.__mro__[:-1] for name in (*vars(one), *getattr(one, "__annotations__", ()))]
     return {name for name in (*own, *(p.name for p in parameters_of(value))) if not name.startswith("__")}
+
+
+def call_text(target: Any, arguments: Mapping[str, Any]) -> str:
+    """Write a call of a class or a function, as a person would type it."""
+    shown = ("<imitated config>" if isinstance(x, ImitatedConfig) else repr(x) for x in arguments.values())
+    return f"{getattr(target, '__name__', 'factory')}({', '.join(map('{}={}'.format, arguments, shown))})"

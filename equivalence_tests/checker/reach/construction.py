@@ -33,7 +33,7 @@ from equivalence_tests.checker.reach.arguments import (
     first_match,
     value_for,
 )
-from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
+from equivalence_tests.checker.reach.configs import ImitatedConfig, call_text, configs_for, is_config
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
@@ -235,7 +235,7 @@ def _first_that_builds(
         except Exception as error:  # the user's constructor may raise anything
             making.in_vain += making.entries - before
             said = f"{type(error).__name__}: {error}{raised_in(error)}"
-            errors.append(f"{_call_text(target, arguments)} raised {said}")
+            errors.append(f"{call_text(target, arguments)} raised {said}")
             TRIED.built(Try(target, (), arguments, said))
             if target is TRIED.target:
                 CRASHES.note(error)
@@ -448,8 +448,3 @@ def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     parts = parts or next(filter(None, beside), [])
     beginnings = [name[:length] for length in range(1, len(name) + 1)]
     return sorted(parts, key=lambda x: -sum(map(x.__name__.startswith, beginnings)))
-
-
-def _call_text(target: Any, arguments: dict[str, Any]) -> str:
-    shown = ("<imitated config>" if isinstance(x, ImitatedConfig) else repr(x) for x in arguments.values())
-    return f"{getattr(target, '__name__', 'factory')}({', '.join(map('{}={}'.format, arguments, shown))})"

@@ -85,11 +85,7 @@ def with_signature(target: Any) -> Any:
         return _signed(target, scripted_signature(target.schema))
     if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
         return _applied(target)
-    if (
-        inspect.isclass(target)
-        and not issubclass(target, nn.Module)
-        and inspect.isfunction(vars(target).get("forward"))
-    ):
+    if inspect.isclass(target) and _has_only_a_forward(target):
         return _called_by_its_forward(target)
     if inspect.isfunction(target) and _is_of_numpy(target):
         return _signed(_in_torch(target), inspect.signature(target))
