@@ -87,7 +87,9 @@ class Doubt:
             storage_of(x.tensor) for one in self.repair.parts for x in one.outputs
         }
         alone = all(
-            one.name not in MIXES and all(storage_of(x.tensor) in known for x in one.inputs)
+            one.name not in MIXES
+            and all(storage_of(x.tensor) in known for x in one.inputs)
+            and (one.inputs or all(x.value.numel() == 1 for x in one.outputs))  # places are no constant
             for one in self.repair.parts
         )
         return "it is an activation" if weighed and alone and self._is_of_a_matrix() else ""

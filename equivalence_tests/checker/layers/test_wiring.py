@@ -139,6 +139,14 @@ class ActivatedStream(BranchOfItsOwn):
         return F.gelu(x)
 
 
+class HalfABranch(layers.SequentialFeedForwardLayer):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x)
+        y = self.attn(y, y, y)[0]
+        x = x + y.index_fill(-1, torch.arange(y.size(-1) // 2), 0.0)
+        return x + self.mlp(self.ln_2(x))
+
+
 class SamplesRolled(BranchOfItsOwn):
     def stream(self, x: Tensor) -> Tensor:
         return x.roll(1, 0)
@@ -149,6 +157,7 @@ class SamplesRolled(BranchOfItsOwn):
     [
         (BranchOfItsNeighbour, "changed_by_cat"),
         (ActivatedStream, "changed_by_gelu"),
+        (HalfABranch, "changed_by_index_fill"),
         (SamplesRolled, "samples_mixed"),
     ],
 )
