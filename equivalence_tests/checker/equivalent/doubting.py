@@ -48,6 +48,8 @@ class Doubt:
         """What has a name of its own: a parameter, a buffer, an argument, a part without parameters, a setting."""
         if self.repair.own:
             return f"{self.repair.own[0]} has no other use"
+        if bent := self._bent():
+            return f"{bent} has no other use"
         for one in self.repair.parts:
             holder = self.watched.holders[one.index]
             if holder is not None and holder is not self.module and next(holder.parameters(), None) is None:
@@ -57,6 +59,15 @@ class Doubt:
             if not SIZES.search(name) and any(isinstance(x.get(name), int | float | str) for x in held):
                 return f"the setting {name} may ask for it"
         return ""
+
+    def _bent(self) -> str:
+        """The vector or number that is learnt of which a function is taken, as of a gate, if nothing else takes it."""
+        instead, parts = self.repair.instead, self.repair.parts
+        names = [name for name, x in zip(self.watched.names, self.watched.given, strict=True) if x.key == instead.key]
+        users = Graph(self.watched.operations).users(instead)
+        vector = instead.value.numel() == max(instead.value.shape, default=1)
+        alone = all(one in parts for one in users) and not any(one.name in MIXES for one in parts)
+        return names[0] if names and vector and alone else ""
 
     def _adds_what_is_there(self) -> str:
         """A residual connection, or a branch: behind the scores, something is added that is made of other data."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.running import Call, named_tensors
+from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.doubting import Doubt
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -116,19 +117,29 @@ class Search:
         run = call.function if repair is None else partial(repair.run, call.function)
         return attempt(lambda: self.output(replace(call, function=run).returned()).double())
 
-    def proofs(self, repairs: Sequence[Repair], rest: Callable[[Repair], Rest | None]) -> list[Proof | None]:
+    def proofs(
+        self, repairs: Sequence[Repair], rest: Callable[[Repair], Rest | None], known: Collection[str]
+    ) -> list[Proof | None]:
         """Show for each of some repairs that it is needed, and that with all the code is torch's.
 
         Args:
             repairs: Each with something that is put right.
             rest: Reads the code with all of it put right; None where that is not torch's.
+            known: The sub-modules that may be left out: what else has parameters of its own may be intended.
         """
         together = _together(repairs)
         found = ask(partial(rest, together)).value
-        if found is None:
+        if found is None or any(name.rpartition(".")[0] not in known for name in self._left_idle(together)):
             return [None] * len(repairs)
         others = [[one for one in repairs if one is not left] for left in repairs]
         return [self._proof(together, found, _together(left) if left else None) for left in others]
+
+    def _left_idle(self, repair: Repair) -> set[str]:
+        """Name the parameters that take part, and take none with a repair."""
+        call = self.drawn(0)
+        repaired = replace(call, function=partial(repair.run, call.function))
+        before, after = ({*unused_parameters(one.run(read=False), self.module)} for one in (call, repaired))
+        return after - before
 
     def _proof(self, repair: Repair, rest: Rest, without: Repair | None = None) -> Proof | None:
         """Show that the code gives torch's numbers with a repair, and does not with less; None if it does."""

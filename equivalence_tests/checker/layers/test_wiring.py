@@ -103,15 +103,37 @@ class GatedBranchLayer(layers.SequentialFeedForwardLayer):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y = self.ln_1(x)
         y = self.attn(y, y, y)[0]
-        x = x + y * self.gate(y).sigmoid()
+        x = self.gated(x, y)
         return x + self.mlp(self.ln_2(x))
+
+    def gated(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y * self.gate(y).sigmoid()
+
+
+class AdaptedLayer(GatedBranchLayer):
+    """Right: a small branch of its own beside the attention."""
+
+    def gated(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y + self.gate(x)
+
+
+class BentGateLayer(GatedBranchLayer):
+    """Right: a number of its own opens the branch."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.gate = nn.Parameter(torch.zeros(1))  # type: ignore[assignment]
+
+    def gated(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + self.gate.tanh() * y  # type: ignore[operator]
 
 
 def test_what_is_read_as_wrong_wiring_and_cannot_be_proven_accuses_nobody() -> None:
     assert verify(ScaledNormsLayer).verdict == "equal"
-    gated = verify(GatedBranchLayer)
-    assert (gated.verdict, gated.findings) == ("unchecked", []), str(gated)
-    assert "gate.weight has no other use" in gated.reason
+    for layer, own in ((GatedBranchLayer, "gate.weight"), (AdaptedLayer, "gate.weight"), (BentGateLayer, "gate")):
+        report = verify(layer)
+        assert (report.verdict, report.findings) == ("unchecked", []), str(report)
+        assert f"It may be intended: {own} has no other use" in report.reason
 
 
 class BranchOfItsNeighbour(layers.SequentialFeedForwardLayer):

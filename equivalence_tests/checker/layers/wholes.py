@@ -219,7 +219,9 @@ def proofs_in_whole(report: Report, whole: Whole, repairs: Sequence[Repair | Non
         repairs: What puts it right; None where nothing is known to.
     """
     search, rest = _search(report, whole)
-    return [None] * len(repairs) if None in repairs else search.proofs([x for x in repairs if x is not None], rest)
+    norms = [path for path, kind in whole.kinds.items() if kind == "layer_norm"]
+    known = [repair for repair in repairs if repair is not None]
+    return search.proofs(known, rest, norms) if len(known) == len(repairs) else [None] * len(repairs)
 
 
 def _search(report: Report, whole: Whole) -> tuple[Search, Callable[[Repair], Rest | None]]:
