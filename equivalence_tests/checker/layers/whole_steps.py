@@ -340,8 +340,7 @@ class Follower:
         self.sums.used(value, name)
         evidence = "" if name == "another token" else "what comes back holds no tokens"
         self.sums.say(f"{name} of all tokens is taken", "output", evidence)
-        out = operation.outputs[0]
-        self._new("pool", name, [value], [out.tensor], places_of(out.value.shape))
+        self._new("pool", name, [value], [operation.outputs[0].tensor], places_of(operation.outputs[0].value.shape))
 
     def _added(self, operation: Operation, sign: float) -> None:
         one, other = (self._operand(slot.tensor) for slot in operation.inputs)
