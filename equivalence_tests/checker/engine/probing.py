@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.projecting import output_weight
+from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
-from equivalence_tests.checker.engine.same import HIDING
+from equivalence_tests.checker.engine.same import HIDING, MEASURED, constant_ratio
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.engine.visibility import (
     OFF_BY_ONE,
@@ -30,7 +31,7 @@ from equivalence_tests.checker.engine.visibility import (
     triangle_of,
     width_of_blocks,
 )
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.construction import built_with, prepare
 from equivalence_tests.checker.reach.errors import said
@@ -144,6 +145,9 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     own = situation.plan.self_attention or situation.hides_by_itself  # a causal mask of its own has one length
     if own or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
+    parts = situation.judgement.attention.parts if situation.judgement is not None else []
+    if any(ranks_of(part)[3] != lengths.key_len for part in parts):  # keys of another tensor are joined to these
+        return []
     error = ask(lambda: trial.returned(trial.inputs(key_len=lengths.query_len + 2))).error
     if error is None or is_refusal(error) or _rows_are_samples(situation):
         return []
@@ -180,10 +184,21 @@ def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
         if operation.index < weighed and "dropout" in operation.name:
             claim = f"In training, {count - len(kept)} of {count} scores became 0 here, before the softmax."
             return Departure("dropout_on_scores", "dropout", operation, {"claim": claim})
-        if operation.index > weighed > 0 and bool((kept == 1).all()):
+        stays = operation.index > weighed > 0 and bool((kept == 1).all())
+        if stays and not _is_scaled_later(trained, number, operation):
             claim = f"In training, {count - len(kept)} of {count} weights became 0 here, and the others stayed."
             return Departure("dropout_not_rescaled", "dropout", operation, {"claim": claim})
     return None
+
+
+def _is_scaled_later(run: Run, number: int, before: Operation) -> bool:
+    """Whether one number multiplies all weights after an operation."""
+    for operation, _, after in run.names.carrying([number], before.index):
+        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
+        ratio = constant_ratio(after, next(taken, after))
+        if operation.name in MULTIPLIES and ratio is not None and abs(ratio - 1) > MEASURED:
+            return True
+    return False
 
 
 def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Iterator[Departure]:

@@ -1384,6 +1384,57 @@ class ForgetsItsDropout(Attends):
         self.dropout = nn.Dropout(0.1)
 
 
+class DropsByHand(nn.Module):
+    """Sets weights to zero first, and divides the others by what is kept afterwards."""
+
+    rescales = True
+
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.4) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, dropout
+        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        if self.training and self.dropout:
+            weights = weights * (torch.rand_like(weights) > self.dropout)
+            weights = weights / (1 - self.dropout) if self.rescales else weights
+        return self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
+class DropsWithoutScaling(DropsByHand):
+    rescales = False
+
+
+def test_what_survives_dropout_may_be_scaled_up_later() -> None:
+    assert verify(DropsByHand).verdict == "equal"
+    assert verify(DropsWithoutScaling).mistakes == ("dropout_not_rescaled",)
+
+
+class JoinsAMemory(nn.Module):
+    """Puts a memory before its own tokens, as Transformer-XL does; positions are handed over for all keys."""
+
+    def __init__(self, num_heads: int, d_model: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q, self.to_k, self.to_v, self.to_p, self.out = (nn.Linear(d_model, d_model) for _ in range(5))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, pos_emb: Tensor, mem: Tensor | None = None) -> Tensor:
+        joined = x if mem is None else torch.cat((mem, x), dim=1)
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(joined)), self.split(self.to_v(joined))
+        p = self.to_p(pos_emb).view(-1, self.num_heads, q.size(-1)).transpose(0, 1)
+        scores = q @ k.mT + torch.einsum("bhqd,hkd->bhqk", q, p)
+        return self.out(((scores / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+
+
+def test_keys_that_a_memory_is_joined_to_have_no_length_of_their_own() -> None:
+    assert "other_lengths_crash" not in verify(JoinsAMemory).mistakes
+
+
 def test_a_dropout_layer_that_is_not_used_is_a_note() -> None:
     report = verify(ForgetsItsDropout)
     assert report.verdict == "equal"

@@ -221,7 +221,9 @@ def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
     scope, node = Scope.of_frame(last.tb_frame, last.tb_lineno), _failing(last)
     suspects = _suspects(node, str(error), scope)
     places = [scope.fixed_at(one) for one in suspects]
-    if not places or not all(places):
+    used = "not callable" in str(error) or isinstance(error, AttributeError)
+    by_name = used and any(place is not None and place[1] == 0 for place in places)  # only called as a size is
+    if not places or not all(places) or by_name:
         return None
     kind = "".join([*re.findall(r"not \w+|'\w+'", str(error)), ""][-2:]).removeprefix("not ").strip("'")
     why = f"{ast.unparse(suspects[0])} is of type {kind} in every call"
