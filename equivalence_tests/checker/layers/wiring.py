@@ -341,8 +341,7 @@ class _Stream:
         if not self.pre_norm or self._normalised(self.final) != self.now:
             raise _LostError
         if sum(self.steps[label].kind == "attention" for label in self.sublayers) <= self.most:
-            right = self.putting.given(self.final, self.now)
-            self.wiring.blame("norm_final_extra", self.norms[self.final[0][0]].frames, right)
+            self.wiring.blame("norm_final_extra", self.norms[self.final[0][0]].frames)
 
     def _judge_cross(self) -> None:
         """Say whether the cross-attention is another one, comes second, and takes keys and values from the memory."""
