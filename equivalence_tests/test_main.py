@@ -20,7 +20,6 @@ from equivalence_tests import checker
 from equivalence_tests.__main__ import COMMANDS, app, bench, main
 
 ROOT = Path(__file__).parents[1]
-TYPER = tuple(map(int, importlib.metadata.version("typer").split(".")[:2]))
 # Fails if torch was imported on the way.
 WITHOUT_TORCH = """
 import sys
@@ -96,7 +95,6 @@ def test_without_torch_one_line_says_so(
     assert capsys.readouterr().err == f"error: torch is not installed for {sys.executable}: pip install torch\n"
 
 
-@pytest.mark.skipif(TYPER < (0, 29), reason="an older typer has its own words for them")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_kinds_of_values_in_words(name: str) -> None:
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout

@@ -130,8 +130,8 @@ class Judge:
         if kernel.right:
             try:
                 right, textbook = ({"output": x} for x in kernel.against(inputs))
-            except Exception as error:  # by torch, whose plain path it is
-                words = f"torch fails where it is to say what is right: {_said(error, [])}"
+            except Exception as error:  # of the lines that are no kernel's
+                words = f"what is right could not be computed: {_said(error, [])}"
                 return Cell(*told, "refuses", situation.size, words=words)
         if "lse" in ran.parts:
             right, textbook = right | {"lse": log_sum_exp(inputs)}, textbook | {"lse": _rounded(inputs, ran.parts)}

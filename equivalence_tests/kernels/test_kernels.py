@@ -329,11 +329,11 @@ def test_a_kernel_that_loses_the_device_is_blamed_and_the_rest_runs_in_a_new_pro
     assert "cannot use afterwards: CUDA error: misaligned address" in fault.sentence
 
 
-def test_where_torch_itself_cannot_say_what_is_right_nothing_is_blamed() -> None:
+def test_where_what_is_right_cannot_be_computed_nothing_is_blamed() -> None:
     kernel = Kernel("a module", "module", SDPA.lines, right=("raise AttributeError('no such layer')",))
     cell = JUDGE.judge(kernel, SITUATIONS["length 16"], "float32")
     assert cell.state == "refuses"
-    assert cell.words == "torch fails where it is to say what is right: no such layer"
+    assert cell.words == "what is right could not be computed: no such layer"
 
 
 def judged_in_forks(monkeypatch: pytest.MonkeyPatch) -> Report:

@@ -180,7 +180,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answe
         (["--meant", "no_scale"], "must be NAME=REASON"),
         (["--json", "-", "--sarif", "-"], "only one of --json, --junit and --sarif can be -"),
         (["--template", "--inputs", "a.py:batch"], "shows the call that is worked out"),
-        (["--timeout", "0"], "--timeout"),
+        (["--timeout", "0"], "greater than or equal to 1"),
     ],
 )
 def test_bad_options_are_named(arguments: list[str], said: str, answered: Callable[..., Result]) -> None:

@@ -230,7 +230,8 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     if run.target is not None and run.kind != "memory":
         lost = _is_lost(lambda x: run.call(x, run.target), run, run.source)
         yield "positions of the source", "no_positions" if lost else "", "source"
-    if run.target is None and not _holds_positions(module) and reads_later_tokens(run) is False:
+    alone = run.target is None and not _holds_positions(module)
+    if alone and not _is_lost(lambda x: run.call(x, None), run, run.source):
         return  # a causal mask alone shows deeper layers the order
     yield (
         "positions",

@@ -545,10 +545,17 @@ class OrderlessModel(OrderlessCausalModel):
         return torch.zeros(length, length, dtype=torch.bool)
 
 
-def test_a_causal_mask_is_enough_to_show_the_order_and_no_mask_is_not() -> None:
+class OneCausalLayer(OrderlessCausalModel):
+    def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
+        super().__init__(vocab_size, d_model, nhead)
+        del self.encoder.layers[1]
+
+
+def test_a_causal_mask_is_enough_to_show_the_order_and_no_mask_or_one_layer_is_not() -> None:
     report = verify(OrderlessCausalModel)
     assert (report.verdict, report.findings) == ("equal", []), str(report)
-    assert "no_positions" in verify(OrderlessModel).mistakes
+    for lost in (OrderlessModel, OneCausalLayer):
+        assert "no_positions" in verify(lost).mistakes
 
 
 class SinePositions(nn.Module):

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -110,9 +110,9 @@ def _has_only_a_forward(target: type) -> bool:
 
 def _called_by_its_forward(target: type) -> type:
     """Give a class of no framework whose instances are called as modules are; in torch's functions if it is numpy's."""
-    forward = vars(target)["forward"]
-    forward = _in_torch(forward) if _is_of_numpy(forward) else forward
-    return type(target.__name__, (target,), {"__call__": forward, "__module__": target.__module__})
+    own = {name: x for name in ("__init__", "forward") if inspect.isfunction(x := vars(target).get(name))}
+    made = {name: _in_torch(x) if _is_of_numpy(x) else x for name, x in own.items()}
+    return type(target.__name__, (target,), {**made, "__call__": made["forward"], "__module__": target.__module__})
 
 
 def _is_of_numpy(target: Any) -> bool:
@@ -124,22 +124,34 @@ def _is_of_numpy(target: Any) -> bool:
 def _in_torch(target: Any) -> Callable[..., Any]:
     """Let a function of numpy, and what its file takes from others, run in torch's functions, so that it is watched."""
     torchs: Any = importlib.import_module("torch._numpy")  # torch's own words of numpy: they take a while to import
-    modules, waiting = set[str](), [target.__module__]
-    while waiting:
-        module = waiting.pop()
-        modules.add(module)
-        held = vars(sys.modules[module]).values()
-        near = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "") for x in held}
-        files = {x: getattr(sys.modules.get(x), "__file__", None) or TORCH for x in near - modules}
-        waiting += [x for x, file in files.items() if is_users(file) and "site-packages" not in file]
-    for names in (vars(sys.modules[module]) for module in modules):
-        names.update({name: torchs for name, x in names.items() if x is np})
 
     def function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, torchs.asarray, (args, kwargs))
-        return tree_map_only(torchs.ndarray, lambda x: x.tensor, target(*args, **kwargs))
+        with _in_the_place_of_numpy(torchs, target.__module__):
+            made = target(*args, **kwargs)
+        return tree_map_only(torchs.ndarray, lambda x: x.tensor, made)
 
     return functools.wraps(target)(function)
+
+
+@contextlib.contextmanager
+def _in_the_place_of_numpy(torchs: Any, module: str) -> Iterator[None]:
+    """Put something in the place of numpy in a module and in those of the user's that it takes from, for this time."""
+    modules, waiting = set[str](), [module]
+    while waiting:
+        modules.add(one := waiting.pop())
+        held = vars(sys.modules[one]).values()
+        near = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "") for x in held}
+        files = {x: getattr(sys.modules.get(x), "__file__", None) or TORCH for x in near - modules}
+        waiting += [x for x, file in files.items() if is_users(file) and "site-packages" not in file]
+    places = [(names, name) for names in (vars(sys.modules[x]) for x in modules) for name in names if names[name] is np]
+    for names, name in places:
+        names[name] = torchs
+    try:
+        yield
+    finally:
+        for names, name in places:
+            names[name] = np
 
 
 def _applied(target: type[torch.autograd.Function]) -> Any:

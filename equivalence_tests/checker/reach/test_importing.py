@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from equivalence_tests import verify
@@ -185,6 +186,16 @@ def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, s
     assert report.mistakes == (name,) * bool(name)
 
 
+def test_numpy_is_back_in_the_users_modules_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weighing_once.py").write_text(WEIGHING)
+    (tmp_path / "mine_once.py").write_text(NUMPY.replace("weighing", "weighing_once"))
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("mine_once")
+    assert verify(mine.attention).verdict == "equal"
+    assert isinstance(mine.attention(*np.ones((3, 4, 5))), np.ndarray)
+    assert mine.np is np is importlib.import_module("weighing_once").np
+
+
 def test_a_misspelt_file_of_the_project_is_named(tmp_path: Path) -> None:
     (tmp_path / "self_attention.py").write_text("class Attention: ...\n")
     (tmp_path / "mine.py").write_text(
@@ -196,6 +207,8 @@ def test_a_misspelt_file_of_the_project_is_named(tmp_path: Path) -> None:
 
 def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> None:
     body = NUMPY.replace("def attention(Q", "class Mine:\n  def forward(self, Q").replace("\n    ", "\n      ")
+    body += "\n  def __init__(self, d_k=4):\n    self.scale = np.sqrt(np.full((1, 1), 1.0))\n"
+    body = body.replace("np.sqrt(Q.shape[-1])", "np.sqrt(Q.shape[-1]) * self.scale")
     (tmp_path / "weighing.py").write_text(WEIGHING)
     (tmp_path / "mine.py").write_text(body)
     assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
