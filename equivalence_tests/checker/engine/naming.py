@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, triangle_of
 from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import Finding, Proof, some_of
-from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_lines
 
 # How a line looks that makes what a module keeps, and that is wrong at a stage.
 MADE = {"scale": r"self\.{}\b[^=\n]*=[^=]", "mask": r"\btri[lu]\("}
@@ -38,13 +38,10 @@ def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
     owner, line = module.get_submodule(departure.operation.place), linecache.getline(*departure.lines[0][:2])
     wrong = (name for name in re.findall(r"self\.(\w+)", line) if _is_wrong(departure, getattr(owner, name, None)))
     pattern = next((MADE[departure.stage].format(name) for name in wrong), "")
-    try:
-        made = type(owner).__init__
-        path, (lines, start) = inspect.getsourcefile(made) or "", inspect.getsourcelines(made)
-    except (OSError, TypeError):
-        return ()
+    made = type(owner).__init__
+    lines, start = source_lines(made)
     found = [n for n, text in enumerate(lines, start) if pattern and re.search(pattern, text)]
-    return ((path, found[0], "__init__"),) if len(found) == 1 else ()
+    return ((inspect.getsourcefile(made) or "", found[0], "__init__"),) if len(found) == 1 else ()
 
 
 def _is_wrong(departure: Departure, kept: object) -> bool:

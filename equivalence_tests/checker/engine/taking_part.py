@@ -4,7 +4,6 @@ import ast
 import dis
 import inspect
 import itertools
-import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -16,6 +15,7 @@ from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.reach.tracing import tensors_of
+from equivalence_tests.checker.reporting.lines import source_of
 
 NEVER_READ = "no line of its forward reads it"
 
@@ -58,7 +58,7 @@ def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
 def _computed_with(target: type, ran: set[tuple[str, str]]) -> set[str]:
     """The attributes with which these functions of a class compute, or which they hand to others."""
     try:
-        path, tree = inspect.getsourcefile(target), ast.parse(textwrap.dedent(inspect.getsource(target)))
+        path, tree = inspect.getsourcefile(target), ast.parse(source_of(target))
     except (OSError, TypeError, SyntaxError):
         return set()
     functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and (path, x.name) in ran)

@@ -47,7 +47,7 @@ from equivalence_tests.checker.reach.proposing import (
 )
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reach.tried import TRIED, Try
-from equivalence_tests.checker.reporting.lines import raised_in
+from equivalence_tests.checker.reporting.lines import raised_in, source_of
 from equivalence_tests.instruments.weights import randomize_parameters
 
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
@@ -187,10 +187,7 @@ def _may_ask_for_groups(target: Any) -> bool:
 
 def _rotates(target: Any) -> bool:
     """Whether the file of a class speaks of rotary positions, which need heads of even width."""
-    try:
-        return bool(ROTARY.search(inspect.getsource(inspect.getmodule(target) or target)))
-    except (OSError, TypeError):
-        return False
+    return bool(ROTARY.search(source_of(inspect.getmodule(target) or target)))
 
 
 _BEING_BUILT: list[Any] = []

@@ -21,7 +21,7 @@ from torch import nn
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.fixed import Place, Scope, function_at, named, spans, tree_of
+from equivalence_tests.checker.reach.fixed import Place, Scope, function_at, named, nodes_in, spans
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
 
@@ -143,7 +143,7 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
         case UnboundLocalError():
             local = UNBOUND.search(str(error))
             function = _function_of(last)
-            if local and function and not _gives_before(local[1], last, [function]):
+            if local and function and not _gives_before(local[1], last, ast.walk(function)):
                 return Fault(f"{local[1]} is set only below this line", "Set it before it is read.")
         case NameError() if not _may_be_defined(name, last):
             return Fault(f"no line of {Path(path).name} defines or imports {name}", f"Import or define {name}.")
@@ -254,7 +254,7 @@ def _suspects(node: ast.AST | None, text: str, scope: Scope) -> list[ast.expr]:
 def _may_be_defined(name: str, last: TracebackType) -> bool:
     """Whether a file gives something this name, or may do so unseen."""
     path = last.tb_frame.f_code.co_filename
-    return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, [tree_of(path)])
+    return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, nodes_in(path))
 
 
 def _not_in_module(module: ModuleType, name: str) -> Fault | None:
@@ -278,14 +278,14 @@ def _may_have(owner: nn.Module, name: str, last: TracebackType) -> bool:
     given = re.compile(rf"(?<!\bself)\.{name}\s*=[^=]")  # by whoever uses the module
     unseen = any(DYNAMIC.search(source_of(one)) for one in classes)
     unseen = unseen or any(given.search(one.read_text(errors="replace")) for one in around)
-    trees = list(map(tree_of, files))
-    functions = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.FunctionDef))
+    nodes = [node for file in files for node in nodes_in(file)]
+    functions = (x for x in nodes if isinstance(x, ast.FunctionDef))
     variables = {x for function in functions for x in ast.walk(function) if isinstance(x, ast.Name)}
-    return unseen or _gives_before(name, last, trees, variables)
+    return unseen or _gives_before(name, last, nodes, variables)
 
 
 def _gives_before(
-    name: str, last: TracebackType, trees: Iterable[ast.AST], but: Collection[ast.AST] = frozenset()
+    name: str, last: TracebackType, nodes: Iterable[ast.AST], but: Collection[ast.AST] = frozenset()
 ) -> bool:
     """Whether a line gives something this name, but for some nodes, and need not run after another of its function."""
     function, line = _function_of(last), last.tb_lineno
@@ -295,8 +295,7 @@ def _gives_before(
         start = max(x.lineno for x in around)
         looped = any(isinstance(x, ast.For | ast.While) for x in around)
         below = {x for x in ast.walk(function) if not looped and getattr(x, "lineno", 0) >= start}
-    nodes = (node for tree in trees for node in ast.walk(tree) if node not in but)
-    return any(_gives(node, name) and node not in below for node in nodes)
+    return any(_gives(node, name) and node not in below and node not in but for node in nodes)
 
 
 def _gives(node: ast.AST, name: str) -> bool:
@@ -322,7 +321,7 @@ def _failing(last: TracebackType) -> ast.AST | None:
     """The expression that raised; of a tuple that is unpacked into, what is unpacked."""
     code = last.tb_frame.f_code
     position = list(code.co_positions())[last.tb_lasti // 2]
-    nodes = list(ast.walk(tree_of(code.co_filename)))
+    nodes = nodes_in(code.co_filename)
     spanning = (x for x in nodes if isinstance(x, ast.expr))
     found = [x for x in spanning if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position]
     unpacked = (x.value for x in nodes if isinstance(x, ast.Assign) and found and x.targets[0] is found[0])

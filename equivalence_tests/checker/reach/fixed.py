@@ -25,6 +25,12 @@ def tree_of(path: str) -> ast.Module:
     return ast.parse("".join(linecache.getlines(path)))
 
 
+@functools.lru_cache(maxsize=64)
+def nodes_in(path: str) -> list[ast.AST]:
+    """List what a file says."""
+    return list(ast.walk(tree_of(path)))
+
+
 def spans(node: ast.stmt, line: int) -> bool:
     """Whether a statement stands in a line, its decorators left aside."""
     return node.lineno <= line <= (node.end_lineno or 0)
@@ -32,7 +38,7 @@ def spans(node: ast.stmt, line: int) -> bool:
 
 def function_at(path: str, name: str, line: int) -> ast.FunctionDef | None:
     """Find the function of this name that a line stands in."""
-    functions = (x for x in ast.walk(tree_of(path)) if isinstance(x, ast.FunctionDef))
+    functions = (x for x in nodes_in(path) if isinstance(x, ast.FunctionDef))
     return next((x for x in functions if x.name == name and spans(x, line)), None)
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES, Crash
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.fixed import tree_of
+from equivalence_tests.checker.reach.fixed import nodes_in, tree_of
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
 from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 
@@ -76,7 +76,7 @@ def imported(place: str, run_all: bool) -> ModuleType:
 def _misspelt(path: Path, absent: str) -> Iterator[Crash]:
     """Say of a module that is absent that a file of nearly this name lies beside, and defines what is imported."""
     near = difflib.get_close_matches(absent, [file.stem for file in path.parent.glob("*.py")], n=1, cutoff=NEARLY)
-    imports = [x for x in ast.walk(tree_of(str(path))) if isinstance(x, ast.ImportFrom) and x.module == absent]
+    imports = [x for x in nodes_in(str(path)) if isinstance(x, ast.ImportFrom) and x.module == absent]
     if near and imports and path.suffix == ".py":
         inside = tree_of(str(path.with_name(f"{near[0]}.py"))).body
         defined = {x.name for x in inside if isinstance(x, ast.ClassDef | ast.FunctionDef)}

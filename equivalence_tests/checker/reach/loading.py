@@ -20,7 +20,7 @@ from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import imported
 from equivalence_tests.checker.reach.proposing import scripted_signature
-from equivalence_tests.checker.reporting.lines import TORCH, is_users
+from equivalence_tests.checker.reporting.lines import TORCH, is_users, source_of
 
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
@@ -184,9 +184,7 @@ def check_forward(found: Any) -> None:
     kind = found if inspect.isclass(found) else type(found)
     if not issubclass(kind, nn.Module) or "forward" in vars(found):
         return
-    own, source = kind.__mro__[: kind.__mro__.index(nn.Module)], ""
-    with contextlib.suppress(OSError, TypeError):  # no source
-        source = inspect.getsource(kind)
+    own, source = kind.__mro__[: kind.__mro__.index(nn.Module)], source_of(kind)
     if any({"forward", "__call__"} & vars(base).keys() for base in own) or ".forward =" in source:
         return
     nested = ": that in its source stands inside another function" if "def forward(" in source else ""

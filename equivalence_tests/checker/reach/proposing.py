@@ -5,13 +5,14 @@ import functools
 import inspect
 import itertools
 import sys
-import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from equivalence_tests.checker.reporting.lines import source_of
 
 T = TypeVar("T")
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
@@ -37,7 +38,7 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
 
 def nodes_of(target: Any) -> list[ast.AST]:
     """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
-    return _nodes([one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__])
+    return _nodes(tuple(one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__))
 
 
 def asked_of_parents(target: Any) -> list[inspect.Parameter]:
@@ -55,10 +56,11 @@ def asked_of_parents(target: Any) -> list[inspect.Parameter]:
     return [p for p in parameters_of(above)[first:] if p.default is p.empty and p.name not in said]
 
 
-def _nodes(written: Sequence[Any]) -> list[ast.AST]:
+@functools.lru_cache(maxsize=256)
+def _nodes(written: tuple[Any, ...]) -> list[ast.AST]:
     try:
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in written]
-    except (OSError, TypeError, SyntaxError):
+        trees = [ast.parse(source_of(one)) for one in written]
+    except SyntaxError:
         return []
     return [node for tree in trees for node in ast.walk(tree)]
 
@@ -145,7 +147,7 @@ def held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
 def _held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
     if not inspect.isfunction(function):
         return {}
-    parents = {child: node for node in _nodes([function]) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in _nodes((function,)) for child in ast.iter_child_nodes(node)}
     read = {p.name: _taken_out(p.name, parents) for p in parameters_of(function)}
     said = {p.name: p.annotation for p in parameters_of(function)}
     lists = {name for name, asked in said.items() if (typing.get_origin(asked) or asked) is list}

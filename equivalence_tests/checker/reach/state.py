@@ -1,8 +1,8 @@
 """Run the user's code, and leave the state of Python, of torch and of a module as it was found."""
 
 import contextlib
-import copy
 import io
+import itertools
 import os
 import random
 import re
@@ -27,6 +27,7 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
+PLAIN = (dict, list, set, int, bool)
 _COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy
 _CHANGED: "WeakKeyDictionary[nn.Module, set[str]]" = WeakKeyDictionary()
 
@@ -158,26 +159,24 @@ def keeping_state(function: Any) -> Iterator[None]:
     (tensor([0., 0.]), ['cache'])
     """
     held = [(*one, *_copied(one[-1])) for one in _held_by(function)]
-    plain = [(owner, name, value, copy.copy(value)) for owner, name, value in _plain_of(function)]
     names = [(child, {*vars(child)}) for child in _modules_of(function)]
     try:
         yield
     finally:
         for child, known in names:
-            for name in [one for one in {*vars(child)} - known if _asks_for(type(child), one)]:
+            for name in [one for one in vars(child).keys() - known if _asks_for(type(child), one)]:
                 _CHANGED.setdefault(function, set()).add(name)
                 delattr(child, name)
         for owner, name, value, version, before in held:
             if getattr(owner, name, None) is not value or _version(value) != version:
-                _CHANGED.setdefault(function, set()).add(name)
-                setattr(owner, name, before)
-        for owner, name, value, before in plain:
+                if type(value) not in PLAIN:
+                    _CHANGED.setdefault(function, set()).add(name)
+                setattr(owner, name, value if type(value) in PLAIN else before)
             if isinstance(value, dict | set):
                 value.clear()
                 value.update(before)
             elif isinstance(value, list):
                 value[:] = before
-            setattr(owner, name, value)
 
 
 def changed_by_calls(function: Any) -> list[str]:
@@ -194,35 +193,28 @@ def _asks_for(kind: type, name: str) -> bool:
     return bool(re.search(rf"hasattr\(self, [\"']{name}[\"']\)", source_of(kind)))
 
 
-def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
-    """List what a module remembers: tensors beside its parameters, and None where a cache may come to be."""
+def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """List what a module remembers: tensors beside its parameters, tables, counts, and None where a cache may be."""
     for child in _modules_of(function):
-        for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
-            tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if tensor or (value is None and CACHE.search(name)):
+        for name, value in itertools.chain(vars(child).items(), child._buffers.items()):
+            if name not in OF_ANY_MODULE and (
+                type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name))
+            ):
                 yield child, name, value
 
 
-def _plain_of(function: Any) -> Iterator[tuple[nn.Module, str, Any]]:
-    """List the tables and counts that a module remembers: what one call puts there, the next would find."""
-    for child in _modules_of(function):
-        for name, value in vars(child).items():
-            if type(value) in (dict, list, set, int, bool) and name not in OF_ANY_MODULE:
-                yield child, name, value
-
-
-def _copied(value: Tensor | None) -> tuple[int, Tensor | None]:
-    """Give the version of a tensor, and a copy, which is made anew only where the version is."""
-    if value is None:
-        return 0, None
+def _copied(value: Any) -> tuple[int, Any]:
+    """Give the version of a tensor, and a copy, which is made anew only where the version is; of a table a copy."""
+    if not isinstance(value, Tensor):
+        return 0, value.copy() if isinstance(value, dict | list | set) else value
     if value not in _COPIES or _COPIES[value][0] != _version(value):
         _COPIES[value] = _version(value), value.detach().clone()
     known: tuple[int, Tensor] = _COPIES[value]
     return known
 
 
-def _version(value: Tensor | None) -> int:
-    return 0 if value is None or value.is_inference() else value._version
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 @dataclass(frozen=True)

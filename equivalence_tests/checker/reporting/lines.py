@@ -132,8 +132,15 @@ def _is_ours(path: str) -> bool:
 
 def source_of(function: Any) -> str:
     """The source of a class, a function or a file; "" where there is none."""
+    written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
+    return "".join(source_lines(function if written else type(function))[0])
+
+
+@functools.lru_cache(maxsize=1024)  # Python parses the whole file for each class
+def source_lines(written: Any) -> tuple[list[str], int]:
+    """The lines of a class, a function or a file, without common indentation, and the number of the first."""
     try:
-        written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
-        return textwrap.dedent(inspect.getsource(function if written else type(function)))
+        lines, start = inspect.getsourcelines(written)
     except (OSError, TypeError):
-        return ""
+        return [], 0
+    return textwrap.dedent("".join(lines)).splitlines(keepends=True), start
