@@ -1,5 +1,6 @@
 """Python as text: what stands for a tensor in a formula, or in a run, and writes down what is made of it."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,7 @@ def bracketed(x: Any) -> str:
     return f"({said})" if _level(said) < len(OPERATORS) or said.startswith("~") else said
 
 
+@functools.lru_cache(maxsize=4096)
 def outside_of_brackets(expression: str) -> str:
     """Leave out of an expression all that stands in brackets.
 

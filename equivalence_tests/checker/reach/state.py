@@ -158,8 +158,9 @@ def keeping_state(function: Any) -> Iterator[None]:
     >>> module.cache, changed_by_calls(module)
     (tensor([0., 0.]), ['cache'])
     """
-    held = [(*one, *_copied(one[-1])) for one in _held_by(function)]
-    names = [(child, {*vars(child)}) for child in _modules_of(function)]
+    children = list(_that_may_keep(function))
+    held = [(*one, *_copied(one[-1])) for child in children for one in _held_by(child)]
+    names = [(child, {*vars(child)}) for child in children]
     try:
         yield
     finally:
@@ -184,8 +185,10 @@ def changed_by_calls(function: Any) -> list[str]:
     return sorted(_CHANGED.get(function, ())) if isinstance(function, nn.Module) else []
 
 
-def _modules_of(function: Any) -> Iterator[nn.Module]:
-    return function.modules() if isinstance(function, nn.Module) else iter(())
+def _that_may_keep(function: Any) -> Iterator[nn.Module]:
+    """List the modules that may keep what a call gives them: the user's own, and those with buffers."""
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    return (one for one in modules if one._buffers or not type(one).__module__.startswith("torch.nn.modules."))
 
 
 def _asks_for(kind: type, name: str) -> bool:
@@ -193,14 +196,12 @@ def _asks_for(kind: type, name: str) -> bool:
     return bool(re.search(rf"hasattr\(self, [\"']{name}[\"']\)", source_of(kind)))
 
 
-def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+def _held_by(child: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """List what a module remembers: tensors beside its parameters, tables, counts, and None where a cache may be."""
-    for child in _modules_of(function):
-        for name, value in itertools.chain(vars(child).items(), child._buffers.items()):
-            if name not in OF_ANY_MODULE and (
-                type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name))
-            ):
-                yield child, name, value
+    for name, value in itertools.chain(vars(child).items(), child._buffers.items()):
+        kept = type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name))
+        if kept and name not in OF_ANY_MODULE:
+            yield child, name, value
 
 
 def _copied(value: Any) -> tuple[int, Any]:

@@ -132,8 +132,9 @@ def _is_ours(path: str) -> bool:
 
 def source_of(function: Any) -> str:
     """The source of a class, a function or a file; "" where there is none."""
-    written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
-    return "".join(source_lines(function if written else type(function))[0])
+    is_written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
+    written: Any = function if is_written else type(function)
+    return "".join(source_lines(written)[0])
 
 
 @functools.lru_cache(maxsize=1024)  # Python parses the whole file for each class
