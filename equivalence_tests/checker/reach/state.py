@@ -27,6 +27,7 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
+OF_LAYERS = tuple(f"torch.nn.modules.{name}" for name in ("linear", "activation", "dropout", "normalization", "sparse"))
 PLAIN = (dict, list, set, int, bool)
 _COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy
 _CHANGED: "WeakKeyDictionary[nn.Module, set[str]]" = WeakKeyDictionary()
@@ -186,9 +187,9 @@ def changed_by_calls(function: Any) -> list[str]:
 
 
 def _that_may_keep(function: Any) -> Iterator[nn.Module]:
-    """List the modules that may keep what a call gives them: the user's own, and those with buffers."""
+    """List the modules that may keep what a call gives them: all but torch's simplest layers."""
     modules = function.modules() if isinstance(function, nn.Module) else ()
-    return (one for one in modules if one._buffers or not type(one).__module__.startswith("torch.nn.modules."))
+    return (one for one in modules if one._buffers or not type(one).__module__.startswith(OF_LAYERS))
 
 
 def _asks_for(kind: type, name: str) -> bool:
