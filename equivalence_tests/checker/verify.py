@@ -208,7 +208,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
     for other in others:
         try:
-            report = examined_as(other)
+            report = examined_as(other, right=True)
         except Exception:  # taken for what it is not, it may fail in any way; the first report says why
             continue
         # What deviates from a part that its name does not speak of is most likely something else.
@@ -217,13 +217,15 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     return first
 
 
-def _examined_as(one: str, found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report:
+def _examined_as(
+    one: str, found: Any, name: str, adapter: Adapter, progress: Callable[[str], None], right: bool = False
+) -> Report:
     try:
         if one == "attention":
             return examine_attention(found, name, adapter, progress)
         if one == "layers":
             return examine_layers(found, name, adapter)
-        return examine_part(found, name, one, adapter)
+        return examine_part(found, name, one, adapter, right=right)
     except CannotCheckError as error:
         return Report(name, reason=str(error))
 

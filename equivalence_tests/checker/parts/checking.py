@@ -24,7 +24,7 @@ from equivalence_tests.checker.parts.functions import function_modules
 from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions, module_cases, weights_of
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_readings
-from equivalence_tests.checker.parts.position_calls import placements
+from equivalence_tests.checker.parts.position_calls import Placement, placements
 from equivalence_tests.checker.parts.position_writing import cases_of
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, is_right, judge
@@ -43,7 +43,7 @@ MOST_OBSERVED = 3
 LARGE = 64
 
 
-def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str = "") -> Report:
+def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str = "", right: bool = False) -> Report:
     """Check a part that is no attention.
 
     Args:
@@ -52,6 +52,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         kind: One of ``KINDS``, but for "attention" and "layers".
         adapter: How to build it, if that cannot be found out.
         where: Path inside a model; "" for the object itself.
+        right: Ask only whether it is a right one, which takes less time.
 
     Returns:
         The report.
@@ -66,7 +67,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         # What fits nothing at two small widths fits nothing at a large one.
         if observed and (len(observed) == MOST_OBSERVED or subject.sizes.embed_dim >= LARGE):
             break
-        report = _examine_instance(subject, kind, where, errors)
+        report = _examine_instance(subject, kind, where, errors, right)
         if report is not None and report.verdict != "unchecked":
             return report
         observed += [report] if report is not None else []
@@ -80,21 +81,21 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     return observed[0]
 
 
-def _examine_instance(subject: Subject, kind: str, where: str, errors: list[str]) -> Report | None:
+def _examine_instance(subject: Subject, kind: str, where: str, errors: list[str], right: bool) -> Report | None:
     torch.set_default_dtype(torch.float64)
     if kind == "positional_encoding":
         module = None if subject.module is None else prepare(subject.copied())
-        return _examine_positions(module, subject, where)
+        return _examine_positions(module, subject, where, right)
     width = subject.sizes.embed_dim
     if subject.module is not None:
-        return _examine_module(subject.copied(), subject, kind, where, errors)
+        return _examine_module(subject.copied(), subject, kind, where, errors, right)
     made = function_modules(subject.function, kind, width, subject.sizes.ff_dim)
-    reports = [r for one in made if (r := _examine_module(one, subject, kind, where, errors)) is not None]
+    reports = [r for one in made if (r := _examine_module(one, subject, kind, where, errors, right)) is not None]
     return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
 
 
 def _examine_module(
-    module: nn.Module, subject: Subject, kind: str, where: str, errors: list[str], right: bool = False
+    module: nn.Module, subject: Subject, kind: str, where: str, errors: list[str], right: bool
 ) -> Report | None:
     """Check a norm or a feed-forward; only whether it is a right one, if that is asked."""
     prepare(module)
@@ -109,7 +110,7 @@ def _examine_module(
         return None
     x = observations[0][0]
     given = x.mT.contiguous() if features_first else x.clone()
-    readings = norm_readings(module, width) if norm else feed_forward_readings(module, given)
+    readings = norm_readings(module, width, right) if norm else feed_forward_readings(module, given)
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if features_first else ()
     readings = (reading.beside(rows) for reading in readings if is_right(reading) or not right)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
@@ -191,10 +192,23 @@ def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
     return bool(sizes.max() > 1.1 * sizes.min())
 
 
-def _examine_positions(module: nn.Module | None, subject: Subject, where: str, right: bool = False) -> Report | None:
-    """Try every place where its table can be found; only whether it is a right one, if that is asked."""
+def _examine_positions(
+    module: nn.Module | None, subject: Subject, where: str, right: bool, like: Placement | None = None
+) -> Report | None:
+    """Try every place where its table can be found; only whether it is a right one, if that is asked.
+
+    Args:
+        module: Its module; None of a function.
+        subject: What is checked.
+        where: Path inside a model; "" for the object itself.
+        right: Ask only whether it is a right one.
+        like: The way to call it, if that is known.
+
+    Returns:
+        The report; None where no table is found.
+    """
     unmatched = None
-    for placement in placements(subject, module or subject.function):
+    for placement in placements(subject, module or subject.function, like):
         width = placement.observations[0][1].size(-1)
         known = rotary_readings if placement.rotated else position_readings
         found = (placement.words, placement.mistakes, placement.notes)
@@ -208,7 +222,8 @@ def _examine_positions(module: nn.Module | None, subject: Subject, where: str, r
         unmatched = unmatched or (report, placement)
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
-        _located(unmatched[0], subject, compared, partial(_examine_positions, module, subject, where, right=True))
+        again = partial(_examine_positions, module, subject, where, True, unmatched[1])
+        _located(unmatched[0], subject, compared, again)
     return None if unmatched is None else unmatched[0]
 
 

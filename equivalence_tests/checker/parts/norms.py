@@ -13,7 +13,7 @@ from torch import nn
 
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
-from equivalence_tests.checker.parts.readings import PartReading
+from equivalence_tests.checker.parts.readings import INTENDED, PartReading
 
 SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds by default
 
@@ -132,8 +132,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     return re.search(r"(^|_)rms|rms_?norm|root_?mean", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
-def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
-    """Read a norm in every way.
+def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterator[PartReading]:
+    """Read a norm in every way, or in every right one.
 
     Yields:
         LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
@@ -154,6 +154,8 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
             *(() if axes == (-1,) else ("norm_wrong_axes",)),
             *(() if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)),
         )
+        if right and not INTENDED.keys() >= {*mistakes}:
+            continue
         words = (
             *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
             ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),

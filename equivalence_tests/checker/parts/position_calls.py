@@ -82,13 +82,14 @@ class _Called:
     output: Tensor
 
 
-def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Placement]:
-    """Call it in every way that is met.
+def placements(subject: Subject, function: Callable[..., Any], like: Placement | None = None) -> Iterator[Placement]:
+    """Call it in every way that is met, or as before.
 
     Yields:
         For each way that works, where the table was found.
     """
-    for width, roles in itertools.product(_widths(subject), _role_lists(function, subject)):
+    ways = itertools.product(_widths(subject), _role_lists(function, subject))
+    for width, roles in ways if like is None else [(like.draws[0].width, like.roles)]:
         way = CallOfRoles(tuple(("", role) for role in roles))
         for shapes in (SHAPES, *_whole(subject)):
             draws = [drawn_of(batch, length, width) for batch, length in shapes]
