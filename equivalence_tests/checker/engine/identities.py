@@ -109,9 +109,8 @@ class _Follower(Meetings):
             return nothing
         if name in CONTRACTIONS:
             return [self._contracted(operation)]
-        for read in (self._summed, self._rotated_by_matrices) if name == "sum" else ():
-            if (found := read(operation, before)) is not None:
-                return [found]
+        if name == "sum" and (found := self._rotated_by_matrices(operation, before)) is not None:
+            return [found]
         if name in POOLS or "pool" in name:
             return [self._pooled(operation, before), *nothing[1:]]
         if name in REDUCES or not any(codes is not None for codes in before):

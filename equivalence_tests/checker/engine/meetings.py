@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.graph import elements_of
 from equivalence_tests.checker.engine.names import Context, Identities, Product, Source
-from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
+from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
@@ -203,18 +203,6 @@ class Meetings:
         names = coded(1, token.unsqueeze(axis).expand(shape), feature.expand(shape))
         return self._new(kind, operation, out, names, tuple(sources_in(codes))).codes
 
-    def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Read a broadcast multiplication followed by a sum as the matrix product that it is; None if it is none."""
-        maker = self.found.graph.maker(operation.inputs[0], operation.index) if operation.inputs else None
-        if maker is None or maker.name != "mul" or len(maker.inputs) != 2 or operation.inplace:
-            return None
-        names = self.found.before[maker.index]
-        wider = all(slot.value.shape != maker.outputs[0].value.shape for slot in maker.inputs)
-        if not all(codes is not None and not codes.is_complex() for codes in names) or not wider:
-            return None
-        contraction = contraction_of_sum(maker, operation)
-        return None if contraction is None else self._multiplied(operation, contraction, maker)
-
     def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Name what a pooling gives: by the first of the tokens that it reduces, or new tokens for each position."""
         codes = before[0] if before else None
@@ -247,11 +235,9 @@ class Meetings:
             return None
         return taken.gather(1, _occurrences(taken[:, 0])[:, None]).view(operation.outputs[0].value.shape)
 
-    def _multiplied(
-        self, operation: Operation, contraction: Contraction, factors: Operation | None = None
-    ) -> Tensor | None:
+    def _multiplied(self, operation: Operation, contraction: Contraction) -> Tensor | None:
         """Read a product of two activations: of queries and keys, or of attention weights and values."""
-        slots = [(factors or operation).inputs[side] for side in contraction.sides]
+        slots = [operation.inputs[side] for side in contraction.sides]
         sides = [self._names_of(slot) for slot in slots]
         scores = [side is not None and self._rank(side) == 0 for side in sides]
         if all(scores):
@@ -262,9 +248,9 @@ class Meetings:
             left = self._completed(slots[0], sides[0], contraction.left)
             right = self._completed(slots[1], sides[1], contraction.right)
             rows, columns = contraction.rows(left), contraction.columns(right)
-            return self._product(Product(operation, contraction, rows, columns, factors=factors))
+            return self._product(Product(operation, contraction, rows, columns))
         values = contraction.columns(self._completed(slots[1], sides[1], contraction.right.mT))
-        return self._context(Context(operation, contraction, contraction.rows(sides[0]), values, factors=factors))
+        return self._context(Context(operation, contraction, contraction.rows(sides[0]), values))
 
     def _names_of(self, slot: Slot) -> Tensor | None:
         """The names of real numbers; None where there are none."""

@@ -59,7 +59,6 @@ class Product:
         right: Names on the right, (n, j, d).
         source: The names of its result; None if it cannot be read.
         trouble: Why it cannot be read.
-        factors: The multiplication, where a sum is the operation.
         channels: Of how many features of a head each one attends to, where these attend to one another; else 0.
         width: By whose root the scores should be divided: of what is summed, or of channels where it is theirs.
     """
@@ -70,7 +69,6 @@ class Product:
     right: Tensor
     source: Source | None = None
     trouble: str = ""
-    factors: Operation | None = None
     channels: int = 0
     width: int = field(init=False)
 
@@ -80,8 +78,8 @@ class Product:
     @property
     def operands(self) -> tuple[Slot, Slot]:
         """The left and the right operand."""
-        slots = (self.factors or self.operation).inputs
-        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+        left, right = (self.operation.inputs[side] for side in self.contraction.sides)
+        return left, right
 
     @cached_property
     def table(self) -> "ScoreTable":

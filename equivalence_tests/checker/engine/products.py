@@ -1,6 +1,5 @@
 """Which recorded operations are products of two tensors, and which of their elements meet: rows times columns."""
 
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -31,26 +30,6 @@ def contraction_of(operation: Operation) -> Contraction | None:
         return _einsum("bd...,jd->bj...", first, second.flatten(1)) if whole and kept else None
     equation = operation.argument(0, "equation") if name == "einsum" and len(operation.inputs) == 2 else None
     return _einsum(equation, first, second) if isinstance(equation, str) else None
-
-
-def contraction_of_sum(product: Operation, total: Operation) -> Contraction | None:
-    """Read (a * b).sum(axis) as a product."""
-    axis = total.argument(1, "dim", total.argument(1, "axis"))
-    axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
-    if not isinstance(axis, int) or len(product.inputs) != 2:
-        return None
-    shape = product.outputs[0].value.shape
-    letters = "".join(chr(0x100 + i) for i in range(len(shape)))
-    (one, first), (two, second) = (_unrepeated(_places(slot.value), shape, letters) for slot in product.inputs)
-    found = _einsum(f"{one},{two}->{letters.replace(letters[axis], '')}", first, second)
-    return found and replace(found, shape=tuple(total.outputs[0].value.shape))
-
-
-def _unrepeated(x: Tensor, shape: torch.Size, letters: str) -> tuple[str, Tensor]:
-    """Leave out the axes along which an operand is repeated, and name the others."""
-    x = x.view((1,) * (len(shape) - x.dim()) + x.shape)
-    own = [i for i, size in enumerate(shape) if x.size(i) == size]
-    return "".join(letters[i] for i in own), x[tuple(slice(None) if i in own else 0 for i in range(len(shape)))]
 
 
 def _places(x: Tensor) -> Tensor:

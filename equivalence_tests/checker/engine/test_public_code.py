@@ -856,12 +856,13 @@ class WrittenAsSums(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+        self.qkv, self.bias = nn.Parameter(torch.randn(embed_dim, 3 * embed_dim)), nn.Parameter(torch.zeros(embed_dim))
+        self.out = nn.Parameter(torch.randn(embed_dim, embed_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = product(x, self.qkv).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         scores = product(q / (q.size(-1) ** 0.5 if self.scale else 1), k.mT)
-        return self.proj(product(scores.softmax(-1), v).transpose(1, 2).reshape(x.shape))
+        return product(product(scores.softmax(-1), v).transpose(1, 2).reshape(x.shape), self.out) + self.bias
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ copied only where an operation is about to write into them.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -192,6 +193,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             return self._opened(func, args, kwargs)
+        if name == "sum" and (product := _product_summed(self, *args, **kwargs)) is not None:
+            return product
         if name in OPENED and "out" not in kwargs:
             return OPENED[name](self, *args, **{MATRICES.get(key, key): value for key, value in kwargs.items()})
         return self.record(func, name, args, kwargs)
@@ -332,6 +335,32 @@ def _product_and_sum(
     if beta != 1:
         input = recorder.record(torch.mul, "mul", (input, beta), {})  # noqa: A001
     return recorder.record(torch.add, "add", (product, input), {})
+
+
+def _product_summed(recorder: Recorder, x: Tensor, *axes: Any, **named: Any) -> Tensor | None:
+    """Run (a * b).sum(axis) as the product of matrices that it is; None where neither is repeated along the other."""
+    last = next((one for one in reversed(recorder.operations) if any(x is slot.tensor for slot in one.outputs)), None)
+    axis = next(iter((*axes, *named.values())), None)
+    axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
+    if last is None or (last.name, last.inplace, last.patch) != ("mul", False, None) or len(last.inputs) < 2:
+        return None
+    if type(axis) is not int or len(axes) + len(named) > 1 or not x.is_floating_point():
+        return None
+    letters = ascii_letters[: x.dim()]
+    own = [_not_repeated(slot.tensor, x.shape, letters) for slot in last.inputs]
+    if not all(letters[axis] in one and one != letters for one in own) or not torch.equal(x, last.outputs[0].value):
+        return None
+    shapes = ([x.size(letters.index(letter)) for letter in one] for one in own)
+    pairs = zip(last.inputs, shapes, strict=True)
+    sides = [recorder.record(torch.reshape, "reshape", (slot.tensor, shape), {}) for slot, shape in pairs]
+    equation = f"{','.join(own)}->{letters.replace(letters[axis], '')}"
+    return recorder.record(torch.einsum, "einsum", (equation, *sides), {})
+
+
+def _not_repeated(x: Tensor, shape: torch.Size, letters: str) -> str:
+    """Name the axes along which an operand has the size of the result."""
+    missing = len(shape) - x.dim()
+    return "".join(letters[missing + i] for i, size in enumerate(x.shape) if size == shape[missing + i])
 
 
 # Fused functions, each run as the stages that it stands for, and what their matrices are called.

@@ -209,8 +209,7 @@ def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:
     codes, places = (product.left, contraction.left) if left else (product.right, contraction.right)
     if role == "value":
         codes, places = codes.mT, places.mT
-    index = (product.factors or product.operation).index
-    return codes[number], places[number], index, contraction.sides[0 if left else 1]
+    return codes[number], places[number], product.operation.index, contraction.sides[0 if left else 1]
 
 
 def _slices(watched: Watched) -> Iterator[Slice]:

@@ -90,8 +90,7 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
 
 
 def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
-    index = (product.factors or product.operation).index
-    return recorder.operations[index].inputs[product.contraction.sides[side]].value
+    return recorder.operations[product.operation.index].inputs[product.contraction.sides[side]].value
 
 
 def tile_departures(
