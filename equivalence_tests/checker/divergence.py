@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from equivalence_tests.checker.reach.tracing import tensors_in, trace
+from equivalence_tests.checker.engine.running import called_by_hooks, inputs_of
+from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.instruments.differences import FLOAT64_BOUND, Comparison, compare_tensors
 from scratch.validation import ArgumentValueError
 
@@ -64,11 +65,11 @@ def first_divergence(
         raise ArgumentValueError("a and b must have sub-modules of the same paths, got none in common")
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+    with torch.no_grad(), called_by_hooks(b):
+        given_to = inputs_of(dict(b.named_modules()), lambda: b(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    with torch.no_grad():
-        for call in trace(b, lambda: b(*copy.deepcopy(args), **copy.deepcopy(kwargs))):
-            calls.setdefault(call.path, (call.args, call.kwargs))
-    calls[""] = args, kwargs
+    for path, ours, named in given_to:
+        calls.setdefault(path, (ours, named))
     order = sorted(calls, key=lambda path: _depth_below(b.get_submodule(path)))
     for path in (path for path in order if path in shared):
         found = _compare(a.get_submodule(path), b.get_submodule(path), path, *calls[path], relative_bound)

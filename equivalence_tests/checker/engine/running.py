@@ -180,6 +180,28 @@ def called_by_hooks(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def inputs_of(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[tuple[str, Any, Any]]:
+    """List what modules are given in a run: their names, and copies, as a cache is written into later.
+
+    Args:
+        modules: By name.
+        run: Calls them.
+    """
+    found: list[tuple[str, Any, Any]] = []
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append((name, *Call(module, args, kwargs).fresh()[:2]))
+
+    noting = [(module, partial(note, name)) for name, module in modules.items()]
+    handles = [module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for module, hook in noting]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
 @contextmanager
 def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""

@@ -12,7 +12,7 @@ from equivalence_tests.checker.engine.codes import numbered, sources_in, token_o
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.running import Call, Examination, is_data
+from equivalence_tests.checker.engine.running import Call, Examination, inputs_of, is_data
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, unread
@@ -95,18 +95,10 @@ def _exchanged(x: Tensor) -> Tensor:
 def _called_inside(call: Call, inside: ModuleCall, calls: Sequence[ModuleCall]) -> Call:
     """The call of a sub-module, with its arguments as they were when it began: a cache is written into later."""
     assert call.module is not None  # it has sub-modules
-    child, found = call.module.get_submodule(inside.path), list[tuple[Any, Any]]()
+    child = call.module.get_submodule(inside.path)
     number = [one for one in calls if one.path == inside.path].index(inside)
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.append(Call(child, args, kwargs).fresh()[:2])
-
-    handle = child.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    try:
-        call.run(read=False)
-    finally:
-        handle.remove()
-    return Call(child, *found[number])
+    _, args, kwargs = inputs_of({inside.path: child}, lambda: call.run(read=False))[number]
+    return Call(child, args, kwargs)
 
 
 def _callable_again(call: Call) -> Call:

@@ -127,12 +127,12 @@ class Search:
             rest: Reads the code with all of it put right; None where that is not torch's.
             known: The sub-modules that may be left out: what else has parameters of its own may be intended.
         """
-        together = _together(repairs)
-        found = ask(partial(rest, together)).value
-        if found is None or any(name.rpartition(".")[0] not in known for name in self._left_idle(together)):
+        every = together(repairs)
+        found = ask(partial(rest, every)).value
+        if found is None or any(name.rpartition(".")[0] not in known for name in self._left_idle(every)):
             return [None] * len(repairs)
         others = [[one for one in repairs if one is not left] for left in repairs]
-        return [self._proof(together, found, _together(left) if left else None) for left in others]
+        return [self._proof(every, found, together(left) if left else None) for left in others]
 
     def _left_idle(self, repair: Repair) -> set[str]:
         """Name the parameters that take part, and take none with a repair."""
@@ -168,7 +168,8 @@ class Search:
         report.equivalent = replace(rest.written, agrees=False, difference=proof.without, where="output, fresh inputs")
 
 
-def _together(repairs: Sequence[Repair]) -> Repair:
+def together(repairs: Sequence[Repair]) -> Repair:
+    """Give what all of some repairs do."""
     return replace(repairs[0], left_out=tuple(one for repair in repairs for one in repair.left_out))
 
 

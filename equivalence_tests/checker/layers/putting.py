@@ -1,6 +1,7 @@
 """Put right how a layer is wired: the sum that should be there, in the place of what is given or taken."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,22 +19,21 @@ Tap = tuple[Operation | ModuleCall, int]  # the number of a tensor that is taken
 
 
 @dataclass(frozen=True)
-class Put:
-    """The sum of some tensors, and what it takes the place of."""
-
-    instead_of: Tap
-    sources: tuple[Tap, ...]
-
-
-@dataclass(frozen=True)
 class Putting:
     """Finds in a run that was followed where a sum belongs.
 
     Args:
         follower: Followed the run.
+        watch: Runs the same again, and notes where everything stands.
     """
 
     follower: Follower
+    watch: Callable[[], Without]
+
+    @cached_property
+    def watched(self) -> Without:
+        """The other run."""
+        return self.watch()
 
     @cached_property
     def parts(self) -> list[ModuleCall]:
@@ -46,32 +46,32 @@ class Putting:
         inside = {index for call in self.parts for index in range(call.first, call.end)}
         return [one for one in self.follower.recorder.operations if one.index not in inside]
 
-    def given(self, have: Terms, want: Terms) -> tuple[Put, ...]:
+    def given(self, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another: where it is first added up, or last passed on, or wherever it is taken."""
         made = [one for one in self.between if one.outputs and self._terms(one.outputs[0].tensor) == have]
         sums = [one for one in made if one.name in ADDS]
         for one in sums or made[::-1]:
             sources = self._sources(want, one.outputs[0].value.shape, one.index + 1)
             if sources:
-                return (Put((one, GIVES), sources),)
+                return self._repair((one, GIVES), sources)
         return self._put(have, want, [*self.between, *self.parts])
 
-    def taken(self, label: str, have: Terms, want: Terms) -> tuple[Put, ...]:
+    def taken(self, label: str, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another that a part takes."""
         own = ((label, 1.0),)
         calls = [call for call in self.parts if own in map(self._terms, call.outputs)]
         made = [one for one in self.between if own in [self._terms(slot.tensor) for slot in one.outputs]]
         return self._put(have, want, calls[:1] or made[:1])
 
-    def _put(self, have: Terms, want: Terms, takers: Sequence[Operation | ModuleCall]) -> tuple[Put, ...]:
+    def _put(self, have: Terms, want: Terms, takers: Sequence[Operation | ModuleCall]) -> tuple[Repair, ...]:
         """Put a sum in the place of another wherever some take it; nothing where it is not there for all."""
         found = [
-            Put((one, number), self._sources(want, x.shape, _start(one), (one, number)))
+            self._repair((one, number), self._sources(want, x.shape, _start(one), (one, number)))
             for one in takers
             for number, x in enumerate(_taken(one))
             if self._terms(x) == have
         ]
-        return tuple(found) if all(put.sources for put in found) else ()
+        return tuple(itertools.chain(*found)) if all(found) else ()
 
     def _terms(self, x: Tensor) -> Terms:
         value = self.follower.values.get(id(x))
@@ -107,31 +107,20 @@ class Putting:
         for taker in takers:
             yield from ((taker, number) for number, _ in enumerate(_taken(taker)))
 
-    def repairs(self, puts: Mapping[str, Sequence[Put]], watched: Without) -> dict[str, Repair | None]:
-        """Make repairs of them, by name; None where nothing is known that puts it right.
+    def _repair(self, instead_of: Tap, sources: Sequence[Tap]) -> tuple[Repair, ...]:
+        """Put the sum of some tensors in the place of another; nothing where it is not known where one stands."""
+        (place, of), *spots = [self._spot(tap) for tap in (instead_of, *sources)]
+        known = [(at, number) for at, number in spots if at is not None]
+        if place is None or not known or len(known) < len(spots):
+            return ()
+        operation = self.follower.recorder.operations[_start(instead_of[0])]
+        return (Repair((LeftOut(place, *known[0], tuple(known[1:]), of),), operation, operation.outputs[0]),)
 
-        Args:
-            puts: By name, what is put where.
-            watched: Of the same run, where everything stands.
-        """
-        return {name: self._repair([(put, watched) for put in found]) for name, found in puts.items()}
-
-    def _repair(self, puts: Sequence[tuple[Put, Without]]) -> Repair | None:
-        left_out: list[LeftOut] = []
-        for put, watched in puts:
-            (place, of), *sources = [self._spot(tap, watched) for tap in (put.instead_of, *put.sources)]
-            known = [(at, number) for at, number in sources if at is not None]
-            if place is None or len(known) < len(sources):
-                return None
-            left_out.append(LeftOut(place, *known[0], tuple(known[1:]), of))
-        operation = self.follower.recorder.operations[_start(puts[0][0].instead_of[0])] if puts else None
-        return None if operation is None else Repair(tuple(left_out), operation, operation.outputs[0])
-
-    def _spot(self, tap: Tap, watched: Without) -> Spot:
+    def _spot(self, tap: Tap) -> Spot:
         one, number = tap
         if isinstance(one, Operation):
-            return watched.places[one.index], number
-        return watched.called.get((one.first, self.follower.module.get_submodule(one.path))), number
+            return self.watched.places[one.index], number
+        return self.watched.called.get((one.first, self.follower.module.get_submodule(one.path))), number
 
 
 def _taken(one: Operation | ModuleCall) -> list[Tensor]:

@@ -7,6 +7,7 @@ gave. The residual stream goes from x to the output. Where it cannot be followed
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.engine.taking_part import idle_modules
+from equivalence_tests.checker.equivalent.search import together
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.layers.putting import Put, Putting
+from equivalence_tests.checker.layers.putting import Putting
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value, summed
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -35,7 +37,6 @@ class Wiring:
     """
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
-    puts: dict[str, tuple[Put, ...]] = field(default_factory=dict)
     repairs: dict[str, Repair | None] = field(default_factory=dict)
     idle_norms: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -43,11 +44,13 @@ class Wiring:
     unused: set[str] = field(default_factory=set)
     order: str = ""
 
-    def blame(self, name: str, frames: Frames, puts: tuple[Put, ...] | None = None) -> None:
+    def blame(self, name: str, frames: Frames, repairs: tuple[Repair, ...] | None = None) -> None:
         """Note a mistake once, the lines where it shows, and what puts it right; None for a fact."""
         self.mistakes.setdefault(name, frames)
-        if puts is not None:
-            self.puts[name] = self.puts.get(name, ()) + puts
+        if repairs is not None:
+            known = self.repairs.get(name)
+            every = repairs if known is None else (known, *repairs)
+            self.repairs[name] = together(every) if every else None
 
 
 def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
@@ -72,9 +75,8 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     wiring.steps |= _steps(follower.labels, atoms, wiring)
     _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
     if follower.returned:
-        stream = _Stream(wiring, follower, contained, trial.plan.self_attention)
-        stream.follow()
-        wiring.repairs = stream.putting.repairs(wiring.puts, _watched(trial)) if wiring.puts else {}
+        putting = Putting(follower, partial(_watched, trial))
+        _Stream(wiring, putting, contained, trial.plan.self_attention).follow()
     return wiring
 
 
@@ -185,16 +187,16 @@ class _Stream:
 
     Args:
         wiring: Receives what is found.
-        follower: Followed the run.
+        putting: Puts right what it finds in the run that was followed.
         contained: Of the parts, whether they add their own residual; None if that is not known.
         self_attention: Whether there is no memory.
     """
 
     def __init__(
-        self, wiring: Wiring, follower: Follower, contained: Mapping[str, bool | None], self_attention: bool
+        self, wiring: Wiring, putting: Putting, contained: Mapping[str, bool | None], self_attention: bool
     ) -> None:
-        self.labels, self.contained, self.putting = follower.labels, contained, Putting(follower)
-        labels = follower.labels
+        self.contained, self.putting, follower = contained, putting, putting.follower
+        self.labels = labels = follower.labels
         self.memory = "" if self_attention else labels.add("given", "memory")
         self.bases = {label for label, _ in labels.of_kind(*BASES)}
         self.wiring, self.final, self.steps = wiring, follower.returned, wiring.steps
@@ -264,7 +266,7 @@ class _Stream:
         both = (x for x in given if x != entered)
         return [x for x in both if not self._normalised(x) == self._normalised(entered) == self.now]
 
-    def _entering(self, label: str, want: Terms) -> tuple[Put, ...]:
+    def _entering(self, label: str, want: Terms) -> tuple[Repair, ...]:
         """Let a branch read something else: its norm, its first matrix, or the part itself."""
         first = ([*_matrices(self.labels, self.labels.made[label].inputs[0])] or [label])[-1]
         have = self._query(label)
@@ -286,20 +288,20 @@ class _Stream:
     def _judge_sum(self, label: str, last: str, used: Terms, entered: Terms) -> None:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
         beside, end = summed(used, _one(last), -1), self.steps[last]
-        right = self.putting.given(used, summed(self.now, _one(last)))
+        right = partial(self.putting.given, used, summed(self.now, _one(last)))
         if end.kind == "layer_norm" and beside == self.now:
             inside = self.putting.given(_one(label), summed(self.now, _one(label)))
             self.wiring.blame("residual_after_norm", end.frames, self.putting.given(used, _one(last)) + inside)
         elif any(count > 1 for _, count in beside):
-            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), right)
+            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), right())
         elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
-            self.wiring.blame("residual_from_normalised", self._lines_of_sum(last), right)
+            self.wiring.blame("residual_from_normalised", self._lines_of_sum(last), right())
         elif beside not in (self.now, entered):
             others = [x for x in self.sublayers if x in dict(beside) and self._raw(x) == self._raw(label)]
             if not others or beside != summed(self.now, _one(others[0])):
-                self._stop("residual_from_elsewhere", self._lines_of_sum(label), right)
-            right = self._entering(others[0], summed(self.now, _one(last)))
-            self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label), right)
+                self._stop("residual_from_elsewhere", self._lines_of_sum(label), right())
+            apart = self._entering(others[0], summed(self.now, _one(last)))
+            self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label), apart)
             self.done.add(others[0])
 
     def _lines_of_sum(self, label: str) -> Frames:
@@ -377,8 +379,8 @@ class _Stream:
             if not again and given != _one(self.memory) and first.setdefault(step.words, given) != given:
                 self.wiring.blame("norm_shared", step.frames)
 
-    def _stop(self, mistake: str, frames: Frames, puts: tuple[Put, ...]) -> None:
-        self.wiring.blame(mistake, frames, puts)
+    def _stop(self, mistake: str, frames: Frames, repairs: tuple[Repair, ...]) -> None:
+        self.wiring.blame(mistake, frames, repairs)
         raise _LostError
 
     def _query(self, label: str) -> Terms:
