@@ -346,6 +346,8 @@ def _product_summed(recorder: Recorder, x: Tensor, *axes: Any, **named: Any) -> 
         return None
     if type(axis) is not int or len(axes) + len(named) > 1 or not x.is_floating_point():
         return None
+    if not all(any(not name.startswith("buffer:") for name in recorder.named(bits)) for bits in last.origins):
+        return None  # a table of constants, as of positions by which pairs are rotated
     letters = ascii_letters[: x.dim()]
     own = [_not_repeated(slot.tensor, x.shape, letters) for slot in last.inputs]
     if not all(letters[axis] in one and one != letters for one in own) or not torch.equal(x, last.outputs[0].value):
