@@ -46,23 +46,6 @@ def test_the_quick_preset_says_what_to_use_in_a_few_cases() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_axes_replace_those_of_the_preset(tmp_path: Path) -> None:
-    axes = ["--component", "attention,decoder_layer", "--mode", "forward,backward", "--mask", "both"]
-    axes += ["--length", "3,5", "--key-length", "7"]
-    folder = tmp_path / "new" / "folder"
-    result = invoke(*TINY, *axes, "--contender", "scratch", "--output", str(folder))
-    assert result.exit_code == 0, result.output
-    rows = read_rows(folder / "results.jsonl")
-    assert len(rows) == 2 * 2 * 2 * 2
-    assert {(x.case.component, x.case.mode, x.case.query_len, x.case.key_len, x.case.mask) for x in rows} == {
-        (component, mode, length, 7, "both")
-        for component in ("attention", "decoder_layer")
-        for mode in ("forward", "backward")
-        for length in (3, 5)
-    }
-    assert (folder / "results.csv").read_text().count("\n") == 1 + len(rows)
-
-
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Collect what would be measured."""
@@ -75,6 +58,20 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     monkeypatch.setattr(command, "measure", keep)
     monkeypatch.setattr(command, "machine_rates", lambda *_: MachineRates(1e11, 1e10))
     return found
+
+
+def test_axes_replace_those_of_the_preset(plans: list[Plan]) -> None:
+    axes = ["--component", "attention,decoder_layer", "--mode", "forward,backward", "--mask", "both"]
+    axes += ["--length", "3,5", "--key-length", "7"]
+    assert invoke(*TINY, *axes, "--contender", "scratch").exit_code == 0
+    cases = plans[0].cases
+    assert len(cases) == 2 * 2 * 2
+    assert {(x.component, x.mode, x.query_len, x.key_len, x.mask) for x in cases} == {
+        (component, mode, length, 7, "both")
+        for component in ("attention", "decoder_layer")
+        for mode in ("forward", "backward")
+        for length in (3, 5)
+    }
 
 
 def test_what_is_chosen_is_measured_however_long_it_takes(plans: list[Plan]) -> None:

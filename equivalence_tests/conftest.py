@@ -7,6 +7,7 @@ as many.
 
 import gc
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ LEDGER = pytest.StashKey[Ledger]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEDGER] = Ledger()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but every n-th case of a test that is marked ``sampled(n)`` to the thorough run."""
+    seen = Counter[str]()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker("thorough")
+            seen[test] += 1
 
 
 def pytest_collection_finish() -> None:

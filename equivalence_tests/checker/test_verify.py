@@ -84,7 +84,12 @@ TORCH_S_OWN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH_S_OWN)
+LONG = ("scratch.Transformer", "scratch.TransformerDecoderLayer")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name in LONG else ()) for name in TORCH_S_OWN]
+)
 def test_what_is_right_by_definition_is_equal(name: str) -> None:
     report = verify(TORCH_S_OWN[name]())
     not_run = {exercise.what.partition(" of ")[0] for exercise in report.not_exercised}

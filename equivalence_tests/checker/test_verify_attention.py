@@ -148,6 +148,7 @@ class FillsWithANameForNothing(Plain):
         return self.mixed(scores.softmax(-1), v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("broken", "name", "line"),
     [
@@ -279,6 +280,7 @@ class WantsALengthOfFour(Plain):
         return self.mixed(weights if mask is None else weights * mask.reshape(4, 4), v)
 
 
+@pytest.mark.thorough
 def test_what_a_mask_raises_is_said() -> None:
     report = verify(Misspelt)
     assert report.mistakes == ("mask_fails",)

@@ -271,6 +271,7 @@ class FoldsHeadsFirst(Plain):
         return self.mixed(scores.softmax(-1).unflatten(0, (self.heads, -1)).transpose(0, 1), v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("broken", "name"),
     [

@@ -84,6 +84,7 @@ def test_after_a_kernel_has_lost_the_device_nothing_is_run_to_name_what_was_wron
     assert len(names) == 2  # the scale that is forgotten is not named
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mistake", "words"), MISTAKES.items())
 def test_a_planted_mistake_is_found_and_named(mistake: str, words: str) -> None:
     report = judged(planted(mistake))

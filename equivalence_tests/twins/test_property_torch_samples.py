@@ -58,6 +58,7 @@ def call_of(sample: Any, module: nn.Module) -> tuple[dict[str, torch.Tensor], Ma
     return dict(inputs), sample.forward_input.kwargs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_torchs_own_samples_give_the_same(name: str, training: bool) -> None:

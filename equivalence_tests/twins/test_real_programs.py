@@ -726,6 +726,7 @@ class TestOnnx:
         assert_equal({"output": torch.from_numpy(found)}, {"output": model(embedded(seed=3)).detach()})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
 def test_onnx_export_of_a_graph_gives_a_model_of_any_length() -> None:

@@ -120,6 +120,7 @@ def hooks_of(model: nn.Module) -> int:
 # --- trace_attention ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @scratch_and_torch
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])
 @pytest.mark.parametrize("form", MASK_FORMS)
@@ -332,6 +333,7 @@ def test_trace_refuses_what_it_cannot_read(package: Any) -> None:
 # --- record_attention: the maps -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @packages
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("form", MASK_FORMS)

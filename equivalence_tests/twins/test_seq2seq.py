@@ -436,6 +436,7 @@ class TestGenerate:
         assert model.generate(draw_source(model, length=4), max_len=4).tolist() == [[5] * 4] * 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beam_size", [1, 2, 4])
 @options
 def test_both_packages_generate_the_same(beam_size: int, options: dict[str, Any]) -> None:
@@ -499,6 +500,7 @@ class TestStorage:
             src_ids, tgt_ids = draw_source(model)[:, :length], draw_target(model)[:, : length - 1]
             assert_close(compiled(src_ids, tgt_ids), model(src_ids, tgt_ids))
 
+    @pytest.mark.sampled(2)
     def test_it_is_exported_for_any_batch_and_lengths(self, package: str) -> None:
         model = build(package, num_encoder_layers=1, num_decoder_layers=1)
         src_ids, tgt_ids = draw_source(model), draw_target(model)

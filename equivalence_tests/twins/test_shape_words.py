@@ -33,6 +33,7 @@ CHECKED = (
 TESTS = ("functional", "grouped", "masks", "norms", "rotary", "tiling")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_tests_of_the_free_functions_pass_with_every_shape_word_checked() -> None:
     files = [f"{name.replace('.', '/')}.py" for name in CHECKED]

@@ -9,6 +9,7 @@ from equivalence_tests.wrong.editing import Version
 from equivalence_tests.wrong.fixed import versions
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("version", versions(), ids=lambda version: str(version.operator))
 def test_a_wrong_version_is_not_called_equal(version: Version, tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"

@@ -57,6 +57,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> list[Editable]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("operator", [*OPERATORS, *UNSEEN], ids=lambda one: one.name)
 def test_each_operator_gives_code_that_runs(operator: Operator, searched: list[Editable], tmp_path: Path) -> None:
     for editable in searched:

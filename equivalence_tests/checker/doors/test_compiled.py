@@ -94,6 +94,7 @@ def test_code_that_could_not_be_checked_is_not_compiled(code: str) -> None:
     assert not report.checks
 
 
+@pytest.mark.thorough
 def test_the_command_compiles_in_its_worker(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     result = CliRunner().invoke(app, ["verify", f"{code}:right", "--compile"])

@@ -135,6 +135,7 @@ def test_features_that_attend_to_features_are_read(right: type[nn.Module]) -> No
     assert "attends over the channels, not over the tokens" in str(report.notes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("broken", "mistake", "text"),
     [

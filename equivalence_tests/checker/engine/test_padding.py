@@ -142,6 +142,7 @@ def test_padding_that_is_hidden_as_queries_alone_is_named() -> None:
     assert "keep[:, None, :, None]" in report.findings[0].line.text
 
 
+@pytest.mark.thorough
 def test_a_mask_of_queries_is_told() -> None:
     rows = {row[0]: row[1] for row in verify(TwoMasks).conventions}
     assert rows["mask (x_mask)"] == "(batch, query), True = may look"

@@ -39,6 +39,7 @@ class DividedByTheWholeWidth(OneMatrixForAllHeads):
         self.divisor = embed_size**0.5
 
 
+@pytest.mark.thorough
 def test_one_small_matrix_for_all_heads_is_told_and_does_not_hide_what_else_is_wrong() -> None:
     assert verify(OneMatrixForAllHeads).mistakes == ("projection_shared_by_heads",)
     both = {"projection_shared_by_heads", "scale_wrong"}
@@ -143,6 +144,7 @@ class DropsOneOfTwoMasks(TakesTwoMasks):
         return super().forward(x, context, None, context_mask)
 
 
+@pytest.mark.thorough
 def test_a_mask_that_no_line_reads_is_listed_beside_one_that_acts_and_one_that_is_read_in_vain_is_a_mistake() -> None:
     report = verify(lambda: TakesTwoMasks(12, 12, 3))
     assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["attention_mask"]), str(report)
@@ -520,6 +522,7 @@ class WindowsOfAnImageTurned(WindowsOfAnImage):
         return super().put_back(x.flip(3), shape)
 
 
+@pytest.mark.thorough
 def test_windows_of_a_padded_image_are_right_and_a_norm_over_all_of_it_is_no_look_beyond_them() -> None:
     assert verify(WindowsOfAnImage).mistakes == ()
     assert verify(WindowsOfAnImageTurned).verdict == "unchecked"
@@ -621,6 +624,7 @@ def test_a_mask_that_nothing_applies_is_missed_only_where_the_future_is_seen() -
     assert verify(RowByRow).mistakes == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "line"), [(RowByRow, "scores[:, :, t + 1"), (RowWithItsKeys, "rows.append((q[:, [t]] @ k[:, seen]")]
 )
@@ -1000,6 +1004,7 @@ class KeepsTheWholeMemory(DecodesWithAMemory):
         return new if self.kept is None else self.kept
 
 
+@pytest.mark.thorough
 def test_scores_may_come_back_and_a_memory_may_be_kept_step_by_step_or_as_a_whole() -> None:
     report = verify(DecodesWithAMemory)
     assert (report.verdict, report.mistakes) == ("equal", ())
@@ -1235,6 +1240,7 @@ class ReadsTheTextsValuesLast(ReadsATextBeside):
         return torch.cat([image, text], 2)
 
 
+@pytest.mark.thorough
 def test_an_image_may_attend_to_a_text_and_to_itself_turned_by_small_matrices() -> None:
     report = verify(ReadsATextBeside)
     assert (report.mistakes, [finding.name for finding in report.intended]) == ((), ["rotary_positions"])
@@ -1283,6 +1289,7 @@ class TurnsByAnglesOfItsOwnKind(TurnsByTablesIfGiven):
         return super().forward(x, None, angles.cos() * scale, angles.sin() * scale)
 
 
+@pytest.mark.thorough
 def test_tables_of_angles_that_may_be_left_out_are_given_too() -> None:
     own = verify(TurnsByAnglesOfItsOwnKind)
     assert (own.mistakes, [one.what for one in own.not_exercised]) == ((), ["rotary_pos_emb"])
@@ -1342,6 +1349,7 @@ class ShiftsItsKeysByNumbers(ShiftsItsKeys):
         return F.scaled_dot_product_attention(q, k + torch.linspace(0, 1, k.size(2))[:, None], v)
 
 
+@pytest.mark.thorough
 def test_names_say_what_is_meant_a_score_without_scale_and_positions_that_are_added_to_keys() -> None:
     assert verify(DotAttention).verdict == "equal"
     assert verify(ScaledDotAttention).mistakes == ("scale_missing",)
@@ -1570,6 +1578,7 @@ class BiasTwice(WeightThenBias):
         return super().project(x) + self.bias
 
 
+@pytest.mark.thorough
 def test_a_bias_that_is_added_after_the_product_is_part_of_the_projection_but_only_once() -> None:
     report = verify(WeightThenBias)
     assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["rotary_positions"])

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -159,6 +160,7 @@ class DividesByTheWidth(TakesAnEncoding):
         return math.sqrt(q.size(-1) * self.heads)
 
 
+@pytest.mark.thorough
 def test_an_encoding_that_is_an_argument_is_handed_over() -> None:
     assert verify(TakesAnEncoding).verdict != "deviates"
     (finding,) = verify(DividesByTheWidth).suspected

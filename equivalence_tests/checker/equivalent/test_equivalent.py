@@ -140,8 +140,9 @@ RIGHT: tuple[Callable[..., nn.Module], ...] = (
 )
 
 
-def test_the_same_in_torch_runs_alone_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    paths = [_saved(right, tmp_path) for right in RIGHT]
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.thorough)])
+def test_the_same_in_torch_runs_alone_in_a_fresh_interpreter(step: int, tmp_path: Path) -> None:
+    paths = [_saved(right, tmp_path) for right in RIGHT[::step]]
     run = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=False)
     assert not run.returncode, run.stderr
 
@@ -315,6 +316,7 @@ WRONG = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module]) -> None:
     report = verify(wrong)

@@ -88,6 +88,7 @@ def _in_float64() -> Any:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.thorough
 def test_the_program_of_a_whole_runs_alone_in_a_fresh_interpreter(tmp_path: Path) -> None:
     paths = [saved(RIGHT[name], tmp_path) for name in ("PostNormLayer", "GatedBlock", "CrossLayer", "Gpt")]
     run = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=False)
@@ -121,6 +122,7 @@ def test_a_wrong_whole_is_not_called_equal(name: str, said: str, tmp_path: Path)
     assert said in report.reason
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "blamed"),
     [

@@ -21,6 +21,7 @@ def test_what_is_right_is_equal(found: Any) -> None:
     assert any(check.name.endswith("(wiring)") and check.outcome == "passed" for check in report.checks), str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("found", "names", "_"), layers.BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_wrong_is_named(found: Any, names: tuple[str, ...], _: str) -> None:
     report = verify(found)
@@ -279,6 +280,7 @@ class ShiftedPeekingModel(ShiftedModel, layers.PeekingModel):
     pass
 
 
+@pytest.mark.thorough
 def test_the_future_is_seen_behind_a_shift() -> None:
     assert verify(ShiftedModel).verdict == "equal"
     assert verify(ShiftedPeekingModel).mistakes == ("future_is_seen",)
@@ -296,6 +298,7 @@ class UnorderedFlatModel(FlatOutputModel, layers.UnchainedModel):
     pass
 
 
+@pytest.mark.thorough
 def test_logits_in_one_axis_are_read_and_what_is_fixed_takes_part() -> None:
     assert verify(FlatOutputModel).verdict == "equal", str(verify(FlatOutputModel))
     assert verify(UnorderedFlatModel).mistakes == ("layers_not_chained",)
@@ -307,6 +310,7 @@ class RequiredMasksDecoderLayer(layers.TwoMaskDecoderLayer):
         return super().forward(x, memory, *may)
 
 
+@pytest.mark.thorough
 def test_a_layer_that_requires_two_masks_is_called() -> None:
     report = verify(RequiredMasksDecoderLayer)
     assert report.verdict == "equal", str(report)
@@ -748,6 +752,7 @@ class InvertedInnerMasksModel(InnerMasksModel):
         return None if source is None else ~source, target
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("found", "names"),
     [
@@ -834,6 +839,7 @@ class CrossesItselfByChoice(CrossesByChoice):
         return super().cross(x, x, src_mask)
 
 
+@pytest.mark.thorough
 def test_a_memory_that_is_left_out_is_tried_with_the_option_that_asks_for_it() -> None:
     assert verify(CrossesByChoice).mistakes == ()
     assert verify(CrossesItselfByChoice).mistakes == ("cross_attention_from_decoder",)
@@ -1062,6 +1068,7 @@ class ReadsFeatures(EmbeddingDecoder):
         return super().forward(tgt, self.projected(memory), tgt_mask, src_mask)
 
 
+@pytest.mark.thorough
 def test_a_decoder_that_embeds_its_own_ids_is_run_on_a_memory() -> None:
     assert verify(ReadsFeatures).verdict == "equal", str(verify(ReadsFeatures))
     assert verify(EmbeddingDecoder).verdict == "equal", str(verify(EmbeddingDecoder))
@@ -1095,6 +1102,7 @@ class ExchangingTorchModel(TorchModel):
         return super().masks(tgt_mask, src_mask, src_padding_mask)
 
 
+@pytest.mark.thorough
 def test_masks_are_followed_to_torchs_own_layers() -> None:
     assert verify(TorchModel).verdict == "equal", str(verify(TorchModel))
     assert verify(ExchangingTorchModel).mistakes == ("masks_exchanged",)
@@ -1250,11 +1258,13 @@ class HalvedLayer(GatedLayer):
         return 0.5 * super().forward(x, memory, gates, memory_pad)
 
 
+@pytest.mark.thorough
 def test_what_nothing_explains_is_not_equal_as_far_as_it_ran() -> None:
     report = verify(HalvedLayer)
     assert report.verdict == "unchecked", str(report)
 
 
+@pytest.mark.thorough
 def test_masks_of_one_layer_mean_the_same() -> None:
     assert verify(PaddedLayer).verdict == "equal"
     report = verify(OppositeLayer)
@@ -1298,6 +1308,7 @@ class FusingWithSomethingElse(FusingAttention):
         return super().forward(x, plan.tokens)  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_a_layer_named_as_an_attention_is_equal_only_where_it_was_run() -> None:
     assert verify(FusingAttention).verdict in ("equal", "partial")
     assert verify(FusingTheWrongWay).verdict == "deviates"
@@ -1381,6 +1392,7 @@ class StackOfPartsWrongly(StackOfParts):
     axis = -2
 
 
+@pytest.mark.thorough
 def test_parts_without_a_forward_are_read_where_their_owner_calls_them() -> None:
     report = verify(StackOfParts)
     assert report.verdict == "unchecked", str(report)  # nothing that can be called again holds its attention

@@ -19,12 +19,14 @@ def written(tmp_path: Path, text: str) -> str:
     return f"{tmp_path / 'mine.py'}:{name}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_changed_is_right(name: str, tmp_path: Path) -> None:
     report = verify(written(tmp_path, broken(name)))
     assert report.verdict == "equal", str(report)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MADE)
 def test_every_mistake_is_named(name: str, tmp_path: Path) -> None:
     mistake = named_mistake(name)

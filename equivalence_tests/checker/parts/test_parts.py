@@ -414,6 +414,7 @@ def test_what_is_right_is_read(name: str) -> None:
     assert row(report, what).startswith(said)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("found", "names"),
     [
@@ -534,6 +535,7 @@ def test_a_feed_forward_may_speak_of_its_norm() -> None:
     assert (report.kind, report.verdict) == ("feed forward", "equal")
 
 
+@pytest.mark.thorough
 def test_a_feed_forward_taken_for_a_norm_breaks_nothing() -> None:
     report = verify(FeedForwardAfterNorm, kind="layer_norm")
     assert (report.verdict, report.reason[:7]) == ("unchecked", "No know")

@@ -23,6 +23,7 @@ def test_what_runs_at_a_line_is_something_that_torch_has(mistake: Any) -> None:
         assert known, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("found", "line"),
     [

@@ -46,6 +46,7 @@ def marked(index: int) -> Any:
     return pytest.param(index, marks=pytest.mark.thorough if repeats else ())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", [*map(marked, sorted(FIRST_OF_ROW + OTHERS))], ids=label)
 def test_mistakes_are_named(index: int) -> None:
     judged = judged_case(index)
