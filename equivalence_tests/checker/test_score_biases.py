@@ -174,6 +174,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
     assert ("scores", "a bias by position is added") in {row[:2] for row in report.conventions}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("broken", "name"),
     [

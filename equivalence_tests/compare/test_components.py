@@ -44,6 +44,7 @@ def missing_of(name: str) -> set[str]:
     return missing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_component_passes_in_every_dtype(name: str, dtype: torch.dtype) -> None:

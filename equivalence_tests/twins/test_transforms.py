@@ -117,6 +117,7 @@ class TestCompile:
             arguments = {**call_of(component, query_len, key_len), **masks_of(component, query_len, key_len)}
             assert_equal({"output": first(graph(**arguments))}, {"output": first(module(**arguments))})
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("component", FEW_CLASSES)
     def test_so_they_do_backwards_in_training(self, component: str) -> None:
         module = built(scratch, component).train()
@@ -133,6 +134,7 @@ class TestCompile:
             gradients.append({f"gradient of {name}": x.grad for name, x in module.named_parameters()})
         assert_equal(gradients[0], gradients[1])
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         ("package", "call"),
         [

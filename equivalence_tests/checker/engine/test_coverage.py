@@ -683,6 +683,7 @@ class KeptAtTheWidthOutside(Inside):
         return super().finished(x, kept)
 
 
+@pytest.mark.thorough
 def test_blocks_and_widths_that_are_alike_at_first_are_told_apart() -> None:
     report = verify(Inside)
     assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["own_mask"]), str(report)

@@ -620,6 +620,7 @@ class RowWithItsKeys(RowByRow):
         return torch.cat(rows, dim=1)
 
 
+@pytest.mark.thorough
 def test_a_mask_that_nothing_applies_is_missed_only_where_the_future_is_seen() -> None:
     assert verify(RowByRow).mistakes == ()
 
@@ -1071,6 +1072,7 @@ class AttentionOfTheOtherSignal(AttentionOfTwoSignals):
         return self.norm(x + self.attends(y, x, x)[0]).mT
 
 
+@pytest.mark.thorough
 def test_a_residual_of_the_keys_breaks_at_other_lengths() -> None:
     assert verify(AttentionOfTwoSignals).mistakes == ()
     (finding,) = verify(AttentionOfTheOtherSignal).findings
@@ -1617,6 +1619,7 @@ class ExchangesRowsAndColumns(AttentionOfPixels):
         return x.reshape(*shape[:2], shape[3], shape[2]).mT
 
 
+@pytest.mark.thorough
 def test_pixels_are_put_back_where_they_were_and_normed_over_their_channels() -> None:
     right = verify(AttentionOfPixels)
     assert (right.verdict, len(right.intended)) == ("equal", 2), str(right)

@@ -175,6 +175,7 @@ def test_a_number_whose_name_says_nothing_is_seen_to_be_the_room_for_a_tile() ->
     assert "sram_size" in {exercise.what for exercise in report.coverage if exercise.exercised}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", [NeverRescaled, Chunked, tiled, in_long_tiles])
 def test_tiles_that_do_not_add_up_are_found_beyond_the_first(wrong: object) -> None:
     report = verify(wrong)

@@ -111,6 +111,7 @@ def test_what_is_wrong_between_the_parts_is_a_step_without_evidence(version: Ver
     assert not all(step.evidence for step in steps), steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "said"),
     [("input added at the end", "times 2"), ("embedding added twice", "times 2"), (IN_A_PART, "add between the parts")],

@@ -218,6 +218,7 @@ class GivenPartsLayer(nn.Module):
         return self.norm2(x + self.feed_forward(x))
 
 
+@pytest.mark.thorough
 def test_parts_that_are_handed_to_the_constructor_are_built() -> None:
     report = verify(GivenPartsLayer)
     assert report.verdict == "equal", str(report)
@@ -233,6 +234,7 @@ class UnnamedPartsLayer(nn.Module):
         return self.norm(x + self.second(x + self.first(x, x, x)[0]))
 
 
+@pytest.mark.thorough
 def test_parts_that_cannot_be_built_are_asked_for() -> None:
     report = verify(UnnamedPartsLayer)
     assert report.verdict == "unchecked"
@@ -488,6 +490,7 @@ class LastLayerStack(Stack):
         return [layer(x, memory) for layer in self.layers][-1]
 
 
+@pytest.mark.thorough
 def test_a_bare_stack_is_run_as_its_layers_are() -> None:
     assert verify(Stack).verdict == "equal", str(verify(Stack))
     assert verify(LastLayerStack).mistakes == ("layers_not_chained",)
@@ -592,6 +595,7 @@ class AddsPositionsTwice(AddsPositionsOutside):
         return self.encoder(x + self.positions(x) + self.positions(x), mask=self.hidden(x.size(1)))
 
 
+@pytest.mark.thorough
 def test_positions_may_be_made_by_a_part_and_added_outside_of_it() -> None:
     report = verify(AddsPositionsOutside)
     assert report.verdict == "equal", str(report)
@@ -654,6 +658,7 @@ def test_padding_that_torch_packs_is_seen() -> None:
     assert report.verdict == "equal", str(report)
 
 
+@pytest.mark.thorough
 def test_a_model_of_torchs_parts_that_does_not_run_says_why() -> None:
     assert "No way to run it was found; it said" in verify(LacksItsHead).reason
 

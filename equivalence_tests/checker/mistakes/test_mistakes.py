@@ -26,7 +26,7 @@ def test_what_is_changed_is_right(name: str, tmp_path: Path) -> None:
     assert report.verdict == "equal", str(report)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MADE)
 def test_every_mistake_is_named(name: str, tmp_path: Path) -> None:
     mistake = named_mistake(name)

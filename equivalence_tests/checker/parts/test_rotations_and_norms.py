@@ -238,6 +238,7 @@ def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], nam
     assert report.intended[0].reason.endswith(words)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("broken", "name"),
     [

@@ -54,6 +54,7 @@ def test_mistakes_are_named(index: int) -> None:
     assert judged.named, judged.said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("index", CORRECT, ids=label)
 def test_what_is_right_is_found_equal(index: int) -> None:
     judged = judged_case(index)
