@@ -15,6 +15,7 @@ from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part
 from equivalence_tests.checker.equivalent.subjects import examine_attention
+from equivalence_tests.checker.layers.walk import mark_of
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, is_torchs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -70,12 +71,45 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
             raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
         if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
             found = [_part(ready, given_args, given_kwargs, name, intended)]
+        alike: dict[Any, Report | None] = {}
+        found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
         if not found:
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
         found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _called_otherwise(
+    report: Report, owner: Any, intended: Mapping[str, str], alike: dict[Any, Report | None]
+) -> Report:
+    """Where one call does not say what is wrong, call what holds the attention in other ways too.
+
+    Args:
+        report: On the attention in its call.
+        owner: The model, or the function.
+        intended: Which deviations are on purpose: name -> reason.
+        alike: Receives what was found, so that of many layers that are alike one is called.
+    """
+    around = [report.place, report.place.rpartition(".")[0]] if isinstance(owner, nn.Module) else [""]
+    for path in dict.fromkeys(around) if report.verdict == "unchecked" else ():
+        part = owner.get_submodule(path) if path else owner
+        mark = mark_of(part) if isinstance(part, nn.Module) else part
+        if mark not in alike:
+            alike[mark] = _proven_wrong(part, report.target, intended)
+        if (other := alike[mark]) is not None:
+            return replace(other, place=report.place)
+    return report
+
+
+def _proven_wrong(part: Any, name: str, intended: Mapping[str, str]) -> Report | None:
+    """Check an attention in calls of the checker's own; None where nothing is proven against it."""
+    try:
+        report = None if is_torchs(part) else examine_attention(part, name, Adapter(intended=intended))
+    except CannotCheckError:
+        return None
+    return report if report is not None and any(one.is_proven for one in report.findings) else None
 
 
 def _part(
