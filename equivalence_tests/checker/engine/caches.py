@@ -24,7 +24,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION, causal_switches
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import empty_state, parameters_of
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
@@ -68,7 +68,8 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
     return [
         name
         for name in names
-        if (CACHE.search(name) and not NO_CACHE.search(name)) or POSITION.search(name) or SWITCHES.search(name)
+        if (CACHE.search(name) and not NO_CACHE.search(name))
+        or (POSITION.search(name) or SWITCHES.search(name) or empty_state(function, name) is not None)
     ]
 
 
@@ -143,7 +144,9 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
         yield _Protocol((" ".join(holders), *names), detail, lambda: (None, None), slice(1, 3))
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
-            yield _Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
+            empty = partial(empty_state, trial.function, holder, trial.sizes, trial.sizes.batch)
+            first = empty if (holder, "=state") in trial.plan.roles else lambda: None
+            yield _Protocol((holder, *names), f"what comes back is handed to {holder}", first, back)
         for detail, make in _objects(parameters[holder]):
             yield _Protocol((holder, *names), f"{detail} is handed to {holder}", make)
     yield _Protocol(("", *names), "the module keeps it", lambda: None)

@@ -60,7 +60,7 @@ class Meetings:
         self.tokens = 0
         for slot in recorder.given:
             self._met(slot.tensor)
-            if slot.key in seeds:
+            if slot.key in seeds and slot.value.numel():  # a state may hold no tokens yet
                 source = self._new("input", None, slot, seeds[slot.key])
                 self.codes[slot.key] = source.codes
                 self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)

@@ -150,3 +150,34 @@ def test_keys_and_values_may_be_two_arguments() -> None:
     assert any("handed to cache_k and cache_v" in exercise.detail for exercise in report.coverage)
     (finding,) = verify(TurnsOldValuesAround).findings
     assert finding.name == "cache_differs_from_one_pass"
+
+
+class NeedsState(CachedAttention):
+    """Must be given what earlier steps left, which is nothing before the first."""
+
+    kept_first = True
+
+    def empty_state(self, batch_size: int) -> Cache:
+        none = torch.zeros(batch_size, self.n_heads, 0, self.out.in_features // self.n_heads)
+        return none, none
+
+    def forward(self, x: Tensor, state: Cache) -> tuple[Tensor, Cache]:  # type: ignore[override]
+        earlier_keys, earlier_values = state
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        k, v = torch.cat([earlier_keys, k], 2), torch.cat([earlier_values, v], 2)
+        parts = [torch.zeros(q.size(2), earlier_keys.size(2)), torch.ones(q.size(2), q.size(2)).triu(1)]
+        mask = torch.cat(parts if self.kept_first else parts[::-1], -1).bool()
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(mask, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+class SeesAhead(NeedsState):
+    """Wrong: keys that were kept are hidden in the place of later ones."""
+
+    kept_first = False
+
+
+def test_a_state_that_a_class_makes_is_handed_over_and_decoded_with() -> None:
+    report = verify(NeedsState)
+    assert (report.verdict, report.not_exercised) == ("equal", [])
+    assert verify(SeesAhead).mistakes == ("cache_differs_from_one_pass",)

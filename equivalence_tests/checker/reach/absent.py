@@ -18,15 +18,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, frames_here, i
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
-# What pip calls a package whose modules have another name.
-DISTRIBUTIONS = {"PIL": "pillow", "cv2": "opencv-python", "skimage": "scikit-image", "sklearn": "scikit-learn"}
-DISTRIBUTIONS |= {"yaml": "pyyaml", "torch.utils.tensorboard": "tensorboard"}
 FRAMEWORKS = {"tensorflow", "keras", "jax", "flax", "mxnet", "paddle", "mindspore", "mlx", "tinygrad"}
-# What many projects call a file or a folder of their own.
-OWN_FILES = re.compile(
-    r"^(src|lib|core|commons?|(my_?)?(utils?|helpers?|models?|modules?|layers?|config\w*|data\w*|train\w*|attention\w*)|"
-    r"transformers?_\w+|encoder\w*|decoder\w*|embedd?ings?|mask\w*|network\w*|nets?|blocks?|tools?|constants?|params?)(\.|$)"
-)
 
 
 class NotInstalled(ABCMeta):
@@ -139,7 +131,8 @@ class Absences:
             ModuleNotFoundError: Always.
         """
         lines = (f" ({line})" for line in code_lines(frames_here()) if line.text)  # none in what a dataclass makes
-        self.used.setdefault(package, [*lines, ""][0])
+        if not self.importing:  # what breaks off then may be of no use to what is checked
+            self.used.setdefault(package, [*lines, ""][0])
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     def tell(self, report: Report) -> None:
@@ -156,12 +149,10 @@ class Absences:
 
 
 def _advice(package: str) -> str:
-    """Say how to get a package; a name that many projects give to a file of their own is none to install."""
+    """Say how to get a package, or a file of the project's own that has such a name."""
     if package.partition(".")[0] in FRAMEWORKS:
         return "it is written for another framework, and only PyTorch and NumPy are read here"
-    if OWN_FILES.search(package):
-        return "if it is a file of this project, put it beside this one or in a folder above"
-    return f"pip install {DISTRIBUTIONS.get(package, package.replace('_', '-'))}"
+    return "install it, or put it beside this file or in a folder above if it is a file of this project"
 
 
 def _library_that_fails(error: ImportError) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from equivalence_tests.checker.reach.angles import AngleForm, base_of
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
+from equivalence_tests.checker.reach.proposing import empty_state
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 
@@ -209,6 +210,8 @@ class Trial:
             constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
             constants |= {"=height": length // width, "=width": width}
             constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
+            if role == "=state":
+                return empty_state(self.function, name, self.sizes, len(inputs.query))
             if role.startswith("=("):
                 width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
                 return _drawn(len(inputs.query), (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()

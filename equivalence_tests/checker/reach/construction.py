@@ -40,6 +40,7 @@ from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import (
     asked_of_parents,
     compared_by,
+    keys_for,
     parameters_of,
     ranked,
     scales_of,
@@ -56,6 +57,7 @@ ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re
 
 ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
+COUNT = re.compile(r"(^|_)num_")
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
@@ -317,12 +319,14 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
 def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what an argument probably wants, by its name, or by what the constructor does with it."""
     known, value = value_for(name, sizes)
+    if isinstance(value, str) and value not in (keys := keys_for(target, name) or [value]):
+        return True, keys[0]
     letter = len(name) == 1
     use = used_as(target).get(name, "") if letter or not known or value == sizes.embed_dim else ""
     use, _, whole = use.partition(" ")
     of_heads = value_for(whole, sizes)[1] == sizes.num_heads
     divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
-    used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers}
+    used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers, "counts": 0}
     return (True, used[use]) if use else (known, value)
 
 
@@ -346,7 +350,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = _value(target, parameter.name, sizes)
-    plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name)
+    plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or used_as(target).get(name)
     if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
@@ -359,8 +363,10 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
-    guesses: list[Any] = [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT]
-    guesses += [False, None, ImitatedConfig(sizes)]
+    guesses: list[Any] = [None] * compared_by(target).get(parameter.name, []).count(None)
+    guesses += [sizes.num_layers] * bool(COUNT.search(name))
+    guesses += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]
+    guesses += [ImitatedConfig(sizes)]
     if ambiguous := first_match(name, AMBIGUOUS, None):
         guesses = ambiguous(sizes)
     elif isinstance(value, str) and re.search("Callable|Module", str(asked)):  # an activation, by name or as it is

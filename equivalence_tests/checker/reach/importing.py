@@ -228,9 +228,11 @@ class _InFullOrPart(SourceFileLoader):
             try:
                 with _Computing():
                     super().exec_module(module)
-            except (ImportError, SyntaxError):
+            except SyntaxError:
                 raise
             except (Exception, SystemExit) as error:
+                if isinstance(error, ImportError) and not ABSENCES.find_spec(str(error.name)):
+                    raise
                 why = f"{said(error)}{raised_at(error)}"
                 if self.name.startswith(CHECKED):  # of a neighbour nothing else may need what is missing
                     CRASHES.note(error)

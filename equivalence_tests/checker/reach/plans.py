@@ -31,7 +31,7 @@ from equivalence_tests.checker.reach.calling import (
     held_roles,
 )
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.proposing import JOINED, compared_by, held_by_arguments, parameters_of
+from equivalence_tests.checker.reach.proposing import JOINED, compared_by, empty_state, held_by_arguments, parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import TRIED
 
@@ -170,6 +170,7 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     held = held_by_arguments(function)
     roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
     roles |= _of_several(held, roles)
+    roles |= {name: "=state" for name in required if empty_state(function, name) is not None}
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     unsaid = [name for name in required if not roles[name]]
     compared = compared_by(type(function)) if unsaid else {}

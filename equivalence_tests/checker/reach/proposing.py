@@ -4,18 +4,25 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import source_of
 
 T = TypeVar("T")
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
+_PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
+_STATE = re.compile(r"(?<!hidden_)state|cache|past")
+_MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
 JOINED = ("...",)  # a list that is joined as a whole
 
 
@@ -76,6 +83,16 @@ def compared_by(target: Any) -> dict[str, list[object]]:
     return compared
 
 
+def keys_for(target: Any, name: str) -> list[Any]:
+    """List the keys of the tables in a class's file in which something of this name is looked up."""
+    file = sys.modules.get(getattr(target, "__module__", ""))
+    looks_up = [node for node in _nodes((file,)) if isinstance(node, ast.Subscript)] if file else []
+    tables = {
+        getattr(x.value, "id", "") for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))
+    }
+    return [key for one in tables if isinstance(table := vars(file).get(one), dict) for key in table]
+
+
 def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
     """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
     compared = compared_by(target)
@@ -93,7 +110,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
     """Say what a constructor does with its arguments, or a class of its module that it hands them to.
 
     Returns:
-        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, or "repeats".
+        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats", or
+        "counts", if it says which of several layers it is.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = {}
@@ -110,8 +128,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
                 meant = used_as(made, (*inside, target)) if further else {}
                 for argument, value in _handed_over(node, made if further else None):
                     drops = "drop" in argument or (argument in ("", "p") and "drop" in called.lower())
-                    name = getattr(value, "id", getattr(value, "attr", ""))
-                    used |= {name: "drops" if drops else meant.get(argument, "")} if drops or argument in meant else {}
+                    use = "drops" if drops else "counts" if _PLACE.search(argument) else meant.get(argument, "")
+                    used |= {getattr(value, "id", getattr(value, "attr", "")): use} if use else {}
     return used
 
 
@@ -173,6 +191,17 @@ def _taken_out(argument: str, parents: Mapping[ast.AST, ast.AST]) -> tuple[str, 
             case _:
                 otherwise = True
     return () if otherwise else tuple(found.get(place, "") for place in range(max(found, default=-1) + 1))
+
+
+def empty_state(function: Any, argument: str, sizes: Sizes = Sizes(), batch: int = 1) -> Any:  # noqa: B008 -- frozen
+    """Give what an argument takes before the first step: what the class makes, or no keys and values; None if none."""
+    held = held_by_arguments(function).get(argument, ())
+    if not all(map(_STATE.search, held or [argument])) and not _STATE.search(argument):
+        return None
+    makers = [getattr(function, name) for name in dir(type(function)) if _MAKES_STATE.search(name)]
+    made = (attempt(partial(maker, batch)) for maker in makers)
+    none = torch.zeros(batch, sizes.num_heads, 0, sizes.head_dim)
+    return next((state for state in made if state is not None), (none, none) if held else None)
 
 
 def scales_of(target: Any) -> dict[str, float]:

@@ -337,6 +337,31 @@ class Divided(nn.Module):
         assert num_heads % num_groups == 0
 
 
+ACTIVATIONS = {"swish": functional.silu, "tanh": torch.tanh}
+
+
+class LooksUp(nn.Module):
+    """Knows two activations, a number of axes, and which layer it is."""
+
+    def __init__(self, embed_dim: int, hidden_act: str, layer, num_axes, num_dimensions: int = 2) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.activation, self.axes = ACTIVATIONS[hidden_act], num_axes * num_dimensions
+        self.part = Numbered(embed_dim, layer_idx=layer)
+
+
+class Numbered(nn.Linear):
+    """Its caller says where it stands."""
+
+    def __init__(self, embed_dim: int, layer_idx: int) -> None:
+        super().__init__(embed_dim, embed_dim)
+        self.layer_idx = layer_idx
+
+
+def test_tables_counts_and_places_are_given_what_they_take() -> None:
+    made, _ = next(build(LooksUp))
+    assert (made.activation, made.axes, made.part.layer_idx) == (functional.silu, 4, 0)
+
+
 def test_what_divides_a_width_or_a_number_of_heads_fits_it() -> None:
     _, sizes = next(build(Divided))
     (first, *_), *_ = argument_lists(Divided, sizes)
