@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.same import TABLE, near
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.equivalent.expressions import (
@@ -149,19 +150,13 @@ class Tracer:
 
     def _sigmoid(self, tensor: Tensor, before: int) -> Expression | None:
         """A sigmoid by which something is multiplied, written as division by 1 + exp(-x)."""
-        add = self.watched.maker_of(tensor, before)
-        exp = self._only_input(add, "add", 1)
-        neg = self._only_input(exp, "exp")
-        inner = None if neg is None or neg.name != "neg" else neg.inputs[0].tensor
-        return None if inner is None or neg is None else Made("sigmoid", (self.read(inner, neg.index),))
-
-    def _only_input(self, operation: Operation | None, name: str, number: float | None = None) -> Operation | None:
-        """What made the one tensor that an operation of this name takes, beside this number."""
-        if operation is None or operation.name != name or len(operation.inputs) != 1:
-            return None
-        if number is not None and number not in [x for x in operation.arguments[0] if isinstance(x, int | float)]:
-            return None
-        return self.watched.maker_of(operation.inputs[0].tensor, operation.index)
+        made = self.watched.maker_of(tensor, before)
+        while made is not None and len(made.inputs) == 1:
+            x = made.inputs[0].tensor
+            if near(1 / x.sigmoid(), tensor, TABLE):
+                return Made("sigmoid", (self.read(x, made.index),))
+            made = self.watched.maker_of(x, made.index)
+        return None
 
     def _rows(self, tensor: Tensor, inputs: list[Tensor]) -> Expression | None:
         """The first rows of a parameter, as many as there are tokens."""
