@@ -73,7 +73,7 @@ def _changed(departure: Departure, proof: Proof | None) -> Mistake:
         departure.name,
         departure.stage,
         f"The {what} {is_or_are} changed by {function}, which torch's formula does not have.",
-        f"{what} = {function}({what})",
+        f"the {what} after {function}",
         f"the {what} as {was} before",
         f"{fix}, or say with --intended {departure.name}=REASON that it is intended.",
     )

@@ -349,7 +349,7 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
 def exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
     """Name an exchange of elements by the function that does it, where one is found; else as is said."""
     if moved is not None:
-        return changed_by(moved, stage, "order", blocks=blocks)
+        return changed_by(moved, stage, "order of tokens or features", blocks=blocks)
     return Departure(name, stage, otherwise, blocks=blocks)
 
 
