@@ -4,8 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -57,7 +56,8 @@ def diagnose_call(
         why = f"The argument {broken} holds NaN, and so does all that is made of it: hand over numbers."
         return [Report(name or "attention 1", "multi-head attention", reason=why)]
     if features_last or call.module is None or next(call.module.parameters(), None) is None:
-        call.seeds = _names_of_inputs(call)
+        # Where nothing is projected, what is given are queries, keys and values: the last axis holds their features.
+        call.seeds = {id(x): numbered(x.shape) for _, x in call.tensors if x.is_floating_point() and x.dim() >= 3}
     found = examine(call, GivenMasks(call))
     diagnoses = [_diagnosis(found, place, name, proofs, dict(intended or {})) for place in range(len(found.judgements))]
     for place, report in enumerate(diagnoses if held else ()):
@@ -70,12 +70,6 @@ def diagnose_call(
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
     return diagnoses
-
-
-def _names_of_inputs(call: Call) -> dict[int, Tensor]:
-    """Where nothing is projected, what is given are queries, keys and values: the last axis holds their features."""
-    given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() >= 3}
 
 
 def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended: dict[str, str]) -> Report:

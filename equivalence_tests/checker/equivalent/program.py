@@ -286,7 +286,7 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
     heads = rows["query"][:, 0].argsort(stable=True)
     rows = {role: found[heads] for role, found in rows.items()}
     for role, one in (("query", query), ("key", key), ("value", value)):
-        if one.bias is not None and not _ascends(one.weight, -1):
+        if one.bias is not None and bool((one.weight.diff() <= 0).any()):
             yield Step(f"the {role} takes the features of the tokens in another order", "", "project")
         if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
             yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
@@ -323,7 +323,3 @@ def _alike(columns: Tensor, rows: Tensor) -> bool:
 
 def _ranks(rows: Tensor) -> Tensor:
     return rows.argsort(-1).argsort(-1)
-
-
-def _ascends(places: Tensor, axis: int) -> bool:
-    return bool((places.diff(dim=axis) > 0).all())

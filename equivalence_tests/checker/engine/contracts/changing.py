@@ -50,11 +50,6 @@ def has_twin(attention: Attention, moved: Operation) -> bool:
     return any((op.name, op.place) == (moved.name, moved.place) for op in others)
 
 
-def adds_two(operation: Operation | None) -> bool:
-    """Say whether it is a residual, or a position that is added."""
-    return operation is not None and operation.name == "add" and len(operation.inputs) > 1
-
-
 def first_change(
     run: Run,
     sources: list[Source],

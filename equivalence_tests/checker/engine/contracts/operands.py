@@ -13,7 +13,6 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import feature_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
-    adds_two,
     first_change,
     is_strange,
     strange_operations,
@@ -267,7 +266,8 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
     operation = departure.operation
     if operation is None or operation.place != attention.first.place:
         return operation is not None and is_strange(operation)
-    return departure.facts["function"] not in USUAL and not adds_two(operation)
+    adds_two = operation.name == "add" and len(operation.inputs) > 1  # a residual, or a position
+    return departure.facts["function"] not in USUAL and not adds_two
 
 
 def _named(run: Run, departure: Departure, operand: Operand) -> Departure:

@@ -233,17 +233,14 @@ def _unprojected(attention: Attention, operands: list[Operand], unused: list[str
     if not idle or len(bare) == 3:
         return
     for operand in bare[:1]:
-        first = _first_use(attention, operand)
+        numbers = (source.number for source in operand.sources)
+        carried = attention.run.names.carrying(numbers, before=operand.until.index)
+        first = next((operation for operation, _, _ in carried), operand.until)
         name = f"{operand.role}_not_projected"
         if len(bare) == 2:
             left = next(o.role for o in operands if o not in bare)
             name = f"only_{left}_projected" if left != "key" else name
         yield Departure(name, "project", first, {"unused": idle})
-
-
-def _first_use(attention: Attention, operand: Operand) -> Operation:
-    carried = attention.run.names.carrying((source.number for source in operand.sources), before=operand.until.index)
-    return next((operation for operation, _, _ in carried), operand.until)
 
 
 def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
