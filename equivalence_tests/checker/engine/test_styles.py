@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.verify import verify
 
 WIDTH, HEADS = 12, 3
 UNREAD = "unchecked"  # right as far as the stages tell; there is no program of torch's parts to hold the whole against
@@ -91,6 +92,32 @@ class TurnedByMatrices(Base):
 def test_positions_may_be_turned_by_matrices() -> None:
     report = judged(TurnedByMatrices)
     assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["rotary_positions"])
+
+
+class HeadsAmongSamples(nn.Module):
+    """Features come before tokens, and heads lie among the samples; queries and keys are scaled by a root each."""
+
+    power = -0.25
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.qkv = num_heads, nn.Conv1d(channels, 3 * channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, (q, k, v) = x.size(1) // self.num_heads, self.qkv(x).chunk(3, 1)
+        scaled = (y * width**power for y, power in ((q, -0.25), (k, self.power)))
+        q, k = (y.view(len(x) * self.num_heads, width, -1) for y in scaled)
+        context = torch.einsum("bqk,bdk->bdq", (q.mT @ k).softmax(-1), v.reshape(q.shape))
+        return context.reshape(x.shape)
+
+
+class ScaledByHalf(HeadsAmongSamples):
+    power = 0.0
+
+
+def test_heads_may_lie_among_the_samples_and_features_first() -> None:
+    assert verify(HeadsAmongSamples).verdict == "equal"
+    assert verify(ScaledByHalf).mistakes == ("scale_wrong",)
 
 
 class LearntScales(Base):
