@@ -113,10 +113,13 @@ def test_the_goals_are_among_the_cases_of_the_standard_preset(plans: list[Plan])
 
 def test_the_command_ends_after_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "QUICK_SECONDS", 0.0)
-    result = invoke("--quick", *ONE, "--length", "3,5", "--output", str(tmp_path))
+    folder = tmp_path / "new" / "folder"
+    result = invoke("--quick", *ONE, "--length", "3,5", "--output", str(folder))
     assert result.exit_code == 0
     assert "Time limit reached: 1 of 2 cases measured." in result.output
-    assert len({row.case for row in read_rows(tmp_path / "results.jsonl")}) == 1
+    rows = read_rows(folder / "results.jsonl")
+    assert len({row.case for row in rows}) == 1
+    assert (folder / "results.csv").read_text().count("\n") == 1 + len(rows)
 
 
 def test_progress_is_visible_in_a_pipe() -> None:

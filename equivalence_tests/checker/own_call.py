@@ -17,7 +17,7 @@ from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, Wri
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.walk import mark_of
 from equivalence_tests.checker.parts.checking import examine_part
-from equivalence_tests.checker.parts.kinds import guess_kind, is_torchs
+from equivalence_tests.checker.parts.kinds import guess_kind, is_attention_alone, is_torchs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -63,7 +63,7 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
             continue
         module = getattr(ready, "__self__", None)  # of a method
         module = module if isinstance(module, nn.Module) else None
-        found = diagnose_call(Call(ready, given_args, given_kwargs, module), name=name, intended=dict(intended))
+        found = _attentions(Call(ready, given_args, given_kwargs, module), name, intended)
         scripted = dict(_scripted(module or ready))
         compared = list(_compared(scripted, name, intended))
         found += [report for report in compared if report.verdict == "partial"] if found else compared
@@ -71,14 +71,18 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
             raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
         if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
             found = [_part(ready, given_args, given_kwargs, name, intended)]
-        alike: dict[Any, Report | None] = {}
-        found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
         if not found:
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
         found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _attentions(call: Call, name: str, intended: Mapping[str, str]) -> list[Report]:
+    """Judge the attentions of a call; where that does not say what is wrong, what holds one is called otherwise too."""
+    found, alike = diagnose_call(call, name=name, intended=dict(intended)), dict[Any, Report | None]()
+    return [_called_otherwise(report, call.module or call.function, intended, alike) for report in found]
 
 
 def _called_otherwise(
@@ -93,7 +97,8 @@ def _called_otherwise(
         alike: Receives what was found, so that of many layers that are alike one is called.
     """
     around = [report.place, report.place.rpartition(".")[0]] if isinstance(owner, nn.Module) else [""]
-    for path in dict.fromkeys(around) if report.verdict == "unchecked" else ():
+    was_read = bool(report.conventions)  # else what was handed over holds NaN
+    for path in dict.fromkeys(around) if report.verdict == "unchecked" and was_read else ():
         part = owner.get_submodule(path) if path else owner
         mark = mark_of(part) if isinstance(part, nn.Module) else part
         if mark not in alike:
@@ -104,12 +109,14 @@ def _called_otherwise(
 
 
 def _proven_wrong(part: Any, name: str, intended: Mapping[str, str]) -> Report | None:
-    """Check an attention in calls of the checker's own; None where nothing is proven against it."""
-    try:
-        report = None if is_torchs(part) else examine_attention(part, name, Adapter(intended=intended))
-    except CannotCheckError:
+    """Check an attention in calls of the checker's own; None where nothing is proven, or where it is more than that."""
+    named = guess_kind(part) == "attention"
+    if isinstance(part, nn.Module) and (is_torchs(part) or not (named or is_attention_alone(part))):
         return None
-    return report if report is not None and any(one.is_proven for one in report.findings) else None
+    with contextlib.suppress(CannotCheckError):
+        report = examine_attention(part, name, Adapter(intended=intended))
+        return report if any(one.is_proven for one in report.findings) else None
+    return None
 
 
 def _part(

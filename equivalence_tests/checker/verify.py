@@ -220,6 +220,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
 def _examined_as(
     one: str, found: Any, name: str, adapter: Adapter, progress: Callable[[str], None], right: bool = False
 ) -> Report:
+    """Check as one kind; with ``right``, of a part that may be something else, only whether it is a right one."""
     try:
         if one == "attention":
             return examine_attention(found, name, adapter, progress)

@@ -98,8 +98,8 @@ class _Follower(Meetings):
                 if not operation.inplace:
                     self.codes.pop(slot.key, None)
             elif codes.shape == slot.value.shape:
-                can_be_viewed = slot.tensor.is_contiguous()
-                self.codes[slot.key] = codes.contiguous() if can_be_viewed else codes
+                # What may be viewed in another shape must be so in its names too.
+                self.codes[slot.key] = codes.contiguous() if slot.tensor.is_contiguous() else codes
         self._spread(operation)
         self.found.after.append([self.codes.get(slot.key) for slot in operation.outputs])
 

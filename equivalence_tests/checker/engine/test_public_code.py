@@ -871,6 +871,10 @@ class WrittenAsSums(nn.Module):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sum(input=a.unsqueeze(-1) * b.unsqueeze(-3), dim=-2) if a.dim() > 3 else sums(a, b)
+
+
+def sums(a: Tensor, b: Tensor) -> Tensor:
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 

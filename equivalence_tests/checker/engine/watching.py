@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             return self._opened(func, args, kwargs)
-        if name == "sum" and (product := _product_summed(self, *args, **kwargs)) is not None:
+        if name == "sum" and (product := _product_summed(self, *args, *kwargs.values())) is not None:
             return product
         if name in OPENED and "out" not in kwargs:
             return OPENED[name](self, *args, **{MATRICES.get(key, key): value for key, value in kwargs.items()})
@@ -337,14 +337,14 @@ def _product_and_sum(
     return recorder.record(torch.add, "add", (product, input), {})
 
 
-def _product_summed(recorder: Recorder, x: Tensor, *axes: Any, **named: Any) -> Tensor | None:
+def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | None:
     """Run (a * b).sum(axis) as the product of matrices that it is; None where neither is repeated along the other."""
     last = next((one for one in reversed(recorder.operations) if any(x is slot.tensor for slot in one.outputs)), None)
-    axis = next(iter((*axes, *named.values())), None)
+    axis = options[0] if len(options) == 1 else None
     axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if last is None or (last.name, last.inplace, last.patch) != ("mul", False, None) or len(last.inputs) < 2:
         return None
-    if type(axis) is not int or len(axes) + len(named) > 1 or not x.is_floating_point():
+    if type(axis) is not int or not -x.dim() <= axis < x.dim() or not x.is_floating_point():
         return None
     if not all(any(not name.startswith("buffer:") for name in recorder.named(bits)) for bits in last.origins):
         return None  # a table of constants, as of positions by which pairs are rotated

@@ -28,7 +28,15 @@ from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_l
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
 from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, proofs_in_whole
 from equivalence_tests.checker.parts.checking import examine_part
-from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
+from equivalence_tests.checker.parts.kinds import (
+    BY_DATA_FLOW,
+    EXAMINED,
+    atoms_of,
+    is_attention_alone,
+    is_torchs,
+    kind_of,
+    runs,
+)
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.construction import prepare
@@ -44,7 +52,6 @@ from equivalence_tests.checker.reporting.report import Report
 MOST_SIZES = 2
 NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the whole model")
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
-MOST_PROJECTIONS = 4
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
@@ -269,7 +276,7 @@ def _add_inline(walk: Walk) -> None:
     for path in walk.watched:
         child = walk.module.get_submodule(path)
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
-        if not path and _is_attention_alone(child):  # it is one, whatever it is called, and was held as one
+        if not path and is_attention_alone(child):  # it is one, whatever it is called, and was held as one
             walk.inline = True
             report = _held(walk, path)
             _add_part(walk, path, report)
@@ -285,12 +292,6 @@ def _add_inline(walk: Walk) -> None:
             )
             for trial in ways_to_call(child, walk.sizes, Errors())[:1]:
                 add_idle_arguments(walk, path or "layer", path, trial, ())
-
-
-def _is_attention_alone(module: nn.Module) -> bool:
-    """Whether nothing but projections has parameters: then there is nothing around the attention."""
-    matrices = [p for p in module.parameters() if p.dim() > 1]
-    return len(matrices) <= MOST_PROJECTIONS and not any(guess_kind(m) == "layer_norm" for m in module.modules())
 
 
 def _concluded(report: Report, subject: Subject, unread: bool) -> Report:

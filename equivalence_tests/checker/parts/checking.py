@@ -52,7 +52,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         kind: One of ``KINDS``, but for "attention" and "layers".
         adapter: How to build it, if that cannot be found out.
         where: Path inside a model; "" for the object itself.
-        right: Ask only whether it is a right one, which takes less time.
+        right: Ask only whether it is a right one, which takes less time; of a mask builder all is asked.
 
     Returns:
         The report.
@@ -112,7 +112,7 @@ def _examine_module(
     given = x.mT.contiguous() if features_first else x.clone()
     readings = norm_readings(module, width, right) if norm else feed_forward_readings(module, given)
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if features_first else ()
-    readings = (reading.beside(rows) for reading in readings if is_right(reading) or not right)
+    readings = (reading.beside(rows) for reading in readings if is_right(reading.mistakes) or not right)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
     report = Report(subject.name, words)
     try:
@@ -212,7 +212,8 @@ def _examine_positions(
         width = placement.observations[0][1].size(-1)
         known = rotary_readings if placement.rotated else position_readings
         found = (placement.words, placement.mistakes, placement.notes)
-        readings = (one.beside(*found) for one in known(module, width) if is_right(one.beside(*found)) or not right)
+        beside = (one.beside(*found) for one in known(module, width))
+        readings = (one for one in beside if is_right(one.mistakes) or not right)
         report = Report(subject.name, "positional encoding")
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
         judged = judge(report, readings, placement.observations, calls, where)

@@ -18,6 +18,7 @@ BY_DATA_FLOW = "_kind_by_data_flow"
 BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
 EXAMINED = ("attention", *PARTS)
 ALIKE = 1e-6
+MOST_PROJECTIONS = 4  # of queries, keys, values and the output
 
 
 def guess_kind(found: Any) -> str:
@@ -135,6 +136,12 @@ def _stands_beside_an_attention(child: nn.Module) -> bool:
 def is_torchs(child: nn.Module) -> bool:
     """Whether a module is one of torch's own, and no list of others."""
     return type(child).__module__.startswith("torch.") and not isinstance(child, nn.Sequential)
+
+
+def is_attention_alone(module: nn.Module) -> bool:
+    """Whether nothing but projections has parameters: then there is nothing around the attention."""
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    return len(matrices) <= MOST_PROJECTIONS and not any(guess_kind(m) == "layer_norm" for m in module.modules())
 
 
 def atoms_of(module: nn.Module) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
-from equivalence_tests.checker.parts.readings import INTENDED, PartReading
+from equivalence_tests.checker.parts.readings import PartReading, is_right
 
 SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds by default
 
@@ -154,7 +154,7 @@ def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterato
             *(() if axes == (-1,) else ("norm_wrong_axes",)),
             *(() if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)),
         )
-        if right and not INTENDED.keys() >= {*mistakes}:
+        if right and not is_right(mistakes):
             continue
         words = (
             *((("compared with", "nn.RMSNorm", ""),) if rms else ()),

@@ -60,9 +60,9 @@ class PartReading:
         )
 
 
-def is_right(reading: PartReading) -> bool:
-    """Whether a reading has no mistake, but for what nobody writes by mistake."""
-    return INTENDED.keys() >= {*reading.mistakes}
+def is_right(mistakes: Iterable[str]) -> bool:
+    """Whether there is no mistake, but for what nobody writes by mistake."""
+    return INTENDED.keys() >= {*mistakes}
 
 
 @dataclass(frozen=True)

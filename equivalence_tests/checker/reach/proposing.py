@@ -20,9 +20,9 @@ from equivalence_tests.checker.reporting.lines import source_of
 
 T = TypeVar("T")
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
-_PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
-_STATE = re.compile(r"(?<!hidden_)state|cache|past")
-_MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
+PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
+STATE = re.compile(r"(?<!hidden_)state|cache|past")
+MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
 JOINED = ("...",)  # a list that is joined as a whole
 
 
@@ -45,7 +45,8 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
 
 def nodes_of(target: Any) -> list[ast.AST]:
     """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
-    return _nodes(tuple(one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__))
+    written = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
+    return [node for one in written for node in _nodes(source_of(one))]
 
 
 def asked_of_parents(target: Any) -> list[inspect.Parameter]:
@@ -64,12 +65,11 @@ def asked_of_parents(target: Any) -> list[inspect.Parameter]:
 
 
 @functools.lru_cache(maxsize=256)
-def _nodes(written: tuple[Any, ...]) -> list[ast.AST]:
+def _nodes(source: str) -> list[ast.AST]:
     try:
-        trees = [ast.parse(source_of(one)) for one in written]
+        return list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return []
-    return [node for tree in trees for node in ast.walk(tree)]
 
 
 def compared_by(target: Any) -> dict[str, list[object]]:
@@ -86,7 +86,7 @@ def compared_by(target: Any) -> dict[str, list[object]]:
 def keys_for(target: Any, name: str) -> list[Any]:
     """List the keys of the tables in a class's file in which something of this name is looked up."""
     file = sys.modules.get(getattr(target, "__module__", ""))
-    looks_up = [node for node in _nodes((file,)) if isinstance(node, ast.Subscript)] if file else []
+    looks_up = [node for node in _nodes(source_of(file)) if isinstance(node, ast.Subscript)] if file else []
     tables = {
         getattr(x.value, "id", "") for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))
     }
@@ -128,7 +128,7 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
                 meant = used_as(made, (*inside, target)) if further else {}
                 for argument, value in _handed_over(node, made if further else None):
                     drops = "drop" in argument or (argument in ("", "p") and "drop" in called.lower())
-                    use = "drops" if drops else "counts" if _PLACE.search(argument) else meant.get(argument, "")
+                    use = "drops" if drops else "counts" if PLACE.search(argument) else meant.get(argument, "")
                     used |= {getattr(value, "id", getattr(value, "attr", "")): use} if use else {}
     return used
 
@@ -165,7 +165,7 @@ def held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
 def _held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
     if not inspect.isfunction(function):
         return {}
-    parents = {child: node for node in _nodes((function,)) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in _nodes(source_of(function)) for child in ast.iter_child_nodes(node)}
     read = {p.name: _taken_out(p.name, parents) for p in parameters_of(function)}
     said = {p.name: p.annotation for p in parameters_of(function)}
     lists = {name for name, asked in said.items() if (typing.get_origin(asked) or asked) is list}
@@ -196,9 +196,9 @@ def _taken_out(argument: str, parents: Mapping[ast.AST, ast.AST]) -> tuple[str, 
 def empty_state(function: Any, argument: str, sizes: Sizes = Sizes(), batch: int = 1) -> Any:  # noqa: B008 -- frozen
     """Give what an argument takes before the first step: what the class makes, or no keys and values; None if none."""
     held = held_by_arguments(function).get(argument, ())
-    if not all(map(_STATE.search, held or [argument])) and not _STATE.search(argument):
+    if not STATE.search(argument) and not (held and all(map(STATE.search, held))):
         return None
-    makers = [getattr(function, name) for name in dir(type(function)) if _MAKES_STATE.search(name)]
+    makers = [getattr(function, name) for name in dir(type(function)) if MAKES_STATE.search(name)]
     made = (attempt(partial(maker, batch)) for maker in makers)
     none = torch.zeros(batch, sizes.num_heads, 0, sizes.head_dim)
     return next((state for state in made if state is not None), (none, none) if held else None)

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
@@ -23,6 +24,7 @@ TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
 NOT_THE_USERS = ("<frozen", "<string>", "<equivalent>", "/einops/", "/einx/", "/jaxtyping/", "/beartype/")
 REFUSAL = re.compile(r"(^|:\s*)(assert|raise)\b")
 STANDARD = sysconfig.get_path("stdlib")
+_SOURCES: "WeakKeyDictionary[Any, tuple[list[str], int]]" = WeakKeyDictionary()
 # Path, number and function of each line, the innermost first.
 Frames = tuple[tuple[str, int, str], ...]
 
@@ -132,16 +134,17 @@ def _is_ours(path: str) -> bool:
 
 def source_of(function: Any) -> str:
     """The source of a class, a function or a file; "" where there is none."""
-    is_written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
-    written: Any = function if is_written else type(function)
-    return "".join(source_lines(written)[0])
+    written = isinstance(function, type | ModuleType) or inspect.isroutine(function)
+    return "".join(source_lines(function if written else type(function))[0])
 
 
-@functools.lru_cache(maxsize=1024)  # Python parses the whole file for each class
 def source_lines(written: Any) -> tuple[list[str], int]:
     """The lines of a class, a function or a file, without common indentation, and the number of the first."""
+    written = getattr(written, "__func__", written)  # a method is another object each time
     try:
-        lines, start = inspect.getsourcelines(written)
+        if written not in _SOURCES:  # Python parses the whole file for each class
+            lines, start = inspect.getsourcelines(written)
+            _SOURCES[written] = textwrap.dedent("".join(lines)).splitlines(keepends=True), start
+        return _SOURCES[written]
     except (OSError, TypeError):
         return [], 0
-    return textwrap.dedent("".join(lines)).splitlines(keepends=True), start

@@ -1,5 +1,6 @@
 """The line of a mistake that only the output shows: where what is wrong ran, or where the part was called."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.layers import walking
 from equivalence_tests.checker.mistakes import MISTAKES
+from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import builders, layers, parts
 
@@ -21,6 +23,19 @@ def test_what_runs_at_a_line_is_something_that_torch_has(mistake: Any) -> None:
         name = name.removeprefix("last ")
         known = name in ("end", "call", *OPERATORS) or any(hasattr(home, name) for home in (torch, F, torch.linalg))
         assert known, name
+
+
+class Held(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_source_that_is_kept_keeps_nothing_of_the_users() -> None:
+    held = Held(2, 3)
+    gone = weakref.ref(held)
+    assert "super().forward(x)" in source_of(held.forward)
+    del held
+    assert gone() is None
 
 
 @pytest.mark.sampled(2)
