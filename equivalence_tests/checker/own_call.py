@@ -88,34 +88,31 @@ def _attentions(call: Call, name: str, intended: Mapping[str, str]) -> list[Repo
 def _called_otherwise(
     report: Report, owner: Any, intended: Mapping[str, str], alike: dict[Any, Report | None]
 ) -> Report:
-    """Where one call does not say what is wrong, call what holds the attention in other ways too.
-
-    Args:
-        report: On the attention in its call.
-        owner: The model, or the function.
-        intended: Which deviations are on purpose: name -> reason.
-        alike: Receives what was found, so that of many layers that are alike one is called.
-    """
+    """Where one call does not say what is wrong, call what holds the attention in other ways; of parts alike, one."""
     around = [report.place, report.place.rpartition(".")[0]] if isinstance(owner, nn.Module) else [""]
     was_read = bool(report.conventions)  # else what was handed over holds NaN
     for path in dict.fromkeys(around) if report.verdict == "unchecked" and was_read else ():
         part = owner.get_submodule(path) if path else owner
         mark = mark_of(part) if isinstance(part, nn.Module) else part
         if mark not in alike:
-            alike[mark] = _proven_wrong(part, report.target, intended)
-        if (other := alike[mark]) is not None:
+            alike[mark] = _in_other_calls(part, report.target, intended) if _is_an_attention(part) else None
+        other = alike[mark]
+        if other is not None and any(one.is_proven for one in other.findings):
             return replace(other, place=report.place)
     return report
 
 
-def _proven_wrong(part: Any, name: str, intended: Mapping[str, str]) -> Report | None:
-    """Check an attention in calls of the checker's own; None where nothing is proven, or where it is more than that."""
-    named = guess_kind(part) == "attention"
-    if isinstance(part, nn.Module) and (is_torchs(part) or not (named or is_attention_alone(part))):
-        return None
+def _is_an_attention(part: Any) -> bool:
+    """Whether the user's own code is an attention and no more."""
+    if not isinstance(part, nn.Module):
+        return True
+    return not is_torchs(part) and (guess_kind(part) == "attention" or is_attention_alone(part))
+
+
+def _in_other_calls(part: Any, name: str, intended: Mapping[str, str]) -> Report | None:
+    """Check an attention in calls of the checker's own; None where it cannot be called."""
     with contextlib.suppress(CannotCheckError):
-        report = examine_attention(part, name, Adapter(intended=intended))
-        return report if any(one.is_proven for one in report.findings) else None
+        return examine_attention(part, name, Adapter(intended=intended))
     return None
 
 
@@ -147,10 +144,9 @@ def _scripted(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _compared(scripted: Mapping[str, Any], name: str, intended: Mapping[str, str]) -> Iterator[Report]:
     """Compare the outputs of scripted parts, which cannot be watched, if they can be called as attentions."""
     for path, part in scripted.items():
-        with contextlib.suppress(CannotCheckError):
-            report = examine_attention(part, name, Adapter(intended=intended))
-            report.place = path
-            yield report
+        report = _in_other_calls(part, name, intended)
+        if report is not None:
+            yield replace(report, place=path)
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

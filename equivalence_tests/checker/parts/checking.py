@@ -195,18 +195,7 @@ def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
 def _examine_positions(
     module: nn.Module | None, subject: Subject, where: str, right: bool, like: Placement | None = None
 ) -> Report | None:
-    """Try every place where its table can be found; only whether it is a right one, if that is asked.
-
-    Args:
-        module: Its module; None of a function.
-        subject: What is checked.
-        where: Path inside a model; "" for the object itself.
-        right: Ask only whether it is a right one.
-        like: The way to call it, if that is known.
-
-    Returns:
-        The report; None where no table is found.
-    """
+    """Try every place where its table can be found, or the one that is known; with ``right``, only right readings."""
     unmatched = None
     for placement in placements(subject, module or subject.function, like):
         width = placement.observations[0][1].size(-1)
