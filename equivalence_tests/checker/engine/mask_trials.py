@@ -54,7 +54,7 @@ TOGETHER = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of
 # What the words beside a mask say that 1 and True mean in it.
 SAYS = {
     "look": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(real|valid|ke?ep|attend|visible)", re.IGNORECASE),
-    "block": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(pad|ignor|masked|hid|block)", re.IGNORECASE),
+    "block": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(pad|ignor|mask(ed|ing)|hid|block)", re.IGNORECASE),
 }
 HIDE_KEYS = ("keys", "lengths", "shared", "full")  # patterns of masks
 
@@ -281,8 +281,8 @@ class _Masks:
 def _said_of(text: str, name: str) -> dict[str, list[str]]:
     """The lines of a text that say of masks of such a name what 1 and True in them mean, by that meaning."""
     told = re.compile(rf"\b{name}\b\s*[:(](?!.*\b(not|no)\b)")
-    lines = [x.strip() for x in text.splitlines() if told.search(x)]
-    return {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
+    lines = [(x.strip(), x[found.end() :]) for x in text.splitlines() if (found := told.search(x))]
+    return {meaning: [x for x, behind in lines if words.search(behind)] for meaning, words in SAYS.items()}
 
 
 def _otherwise(form: MaskForm, said: dict[str, list[str]]) -> str:

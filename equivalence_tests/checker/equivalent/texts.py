@@ -107,8 +107,8 @@ def text(x: Any) -> str:
     Raises:
         UnreadError: If it cannot be written down.
 
-    >>> text((slice(None, Code("n")), ..., [True, float("inf")]))
-    '(:n, ..., [True, float("inf")])'
+    >>> print(text((slice(None, Code("n")), ..., [True, float("inf")], {"width": 3})))
+    (:n, ..., [True, float("inf")], {'width': 3})
     """
     if isinstance(x, slice):
         ends = ["" if end is None else text(end) for end in (x.start, x.stop, x.step)]
@@ -117,6 +117,8 @@ def text(x: Any) -> str:
         return f"({', '.join(map(text, x))}{',' * (len(x) == 1)})"
     if isinstance(x, list):
         return f"[{', '.join(map(text, x))}]"
+    if isinstance(x, dict):
+        return f"{{{', '.join(f'{text(key)}: {text(value)}' for key, value in x.items())}}}"
     if isinstance(x, float):
         return repr(float(x)) if abs(x) != float("inf") else f'float("{x}")'  # numpy has floats of its own
     if x is ...:

@@ -170,9 +170,10 @@ def _defines(folder: Path, name: str) -> bool:
 
 
 def _holds(folder: Path, name: str) -> bool:
-    """Whether a folder holds the file, or the package, of a module."""
+    """Whether a folder holds the file, or the package, of a module, which may hold nothing but packages itself."""
     place = folder.joinpath(*name.split("."))
-    return place.with_name(f"{place.name}.py").is_file() or next(place.glob("*.py"), None) is not None
+    inside = (file for pattern in ("*.py", "*/*.py") for file in place.glob(pattern))
+    return place.with_name(f"{place.name}.py").is_file() or next(inside, None) is not None
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -228,10 +229,9 @@ class _InFullOrPart(SourceFileLoader):
             try:
                 with _Computing():
                     super().exec_module(module)
-            except SyntaxError:
-                raise
             except (Exception, SystemExit) as error:
-                if isinstance(error, ImportError) and not ABSENCES.find_spec(str(error.name)):
+                own = isinstance(error, SyntaxError) and error.filename == self.path
+                if own or (isinstance(error, ImportError) and not ABSENCES.find_spec(str(error.name))):
                     raise
                 why = f"{said(error)}{raised_at(error)}"
                 if self.name.startswith(CHECKED):  # of a neighbour nothing else may need what is missing
@@ -281,19 +281,16 @@ class _Neighbours:
 
 def _training_step(path: Path) -> int:
     """The line in which a file would train while it is imported; 0 if it does not."""
-    does = (node for node in ast.parse(path.read_bytes()).body if isinstance(node, DOES))
+    does = (node for node in ast.parse(path.read_bytes(), str(path)).body if isinstance(node, DOES))
     calls = (call for node in does for call in ast.walk(node) if isinstance(call, ast.Call))
     return next((call.lineno for call in calls if getattr(call.func, "attr", "") == "backward"), 0)
 
 
 def _partial(text: str | bytes, runs: Callable[[ast.stmt], bool]) -> ast.Module:
-    """Take these statements of a file alone; each but the imports may fail by itself."""
+    """Take these statements of a file alone; each may fail by itself, an import where what it names is no Python."""
     tree = ast.parse(text)
-    guard = ast.parse("try: ...\nexcept (Exception, SystemExit): ...").body[0]
-    assert isinstance(guard, ast.Try)
-    tree.body = [
-        node if isinstance(node, IMPORTS) else ast.Try([node], guard.handlers, [], [])
-        for node in tree.body
-        if runs(node)
-    ]
+    both = ("(Exception, SystemExit)", "SyntaxError")
+    guards = [ast.parse(f"try: ...\nexcept {errors}: ...").body[0] for errors in both]
+    handlers = [one.handlers for one in guards if isinstance(one, ast.Try)]
+    tree.body = [ast.Try([node], handlers[isinstance(node, IMPORTS)], [], []) for node in tree.body if runs(node)]
     return ast.fix_missing_locations(tree)

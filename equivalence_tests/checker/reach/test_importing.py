@@ -129,6 +129,18 @@ def test_of_neighbours_that_train_or_break_off_the_definitions_are_run(tmp_path:
     assert ABSENCES.in_part["reads_of_ours.py"].startswith("FileNotFoundError")
 
 
+def test_a_neighbour_that_is_no_python_is_left_out_of_the_package_that_imports_it(tmp_path: Path) -> None:
+    inner = tmp_path / "words_of_ours" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "__init__.py").write_text("from .torn import text\nfrom .sizes import width")
+    (inner / "torn.py").write_text("text = 'not closed")
+    (inner / "sizes.py").write_text("width = 7")
+    (inner / "attention.py").write_text("from .sizes import width\nfrom words_of_ours.inner.sizes import width as w")
+    ABSENCES.forget()
+    assert load(f"{inner / 'attention.py'}:w") == 7  # nor does words_of_ours hold a file itself
+    assert "torn.py, line 1" in ABSENCES.in_part["__init__.py"]
+
+
 def test_an_installed_package_that_refuses_to_be_imported_is_stood_in_for(tmp_path: Path) -> None:
     library = tmp_path / "site-packages" / "picky_package"
     library.mkdir(parents=True)
