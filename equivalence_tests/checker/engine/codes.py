@@ -53,8 +53,11 @@ def sources_in(codes: Tensor | None) -> list[int]:
     >>> sources_in(torch.cat([coded(3, torch.tensor([0, 1]), torch.tensor(7)), torch.tensor([UNKNOWN])]))
     [3]
     """
-    if codes is None or codes.is_complex():
+    if codes is None or codes.is_complex() or not codes.numel():
         return []
+    least, most = (int(x.item() // SPAN) for x in codes.aminmax())
+    if least == most:
+        return [least] * (least > 0)
     counts = torch.bincount(source_of(codes).reshape(-1).clamp_min(0))
     return counts[1:].nonzero().add(1).flatten().tolist()
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
-from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reach.tracing import flattened, tensors_in
 from equivalence_tests.checker.reporting.lines import is_users
 
 CUTS = words("getitem narrow index_select")  # what is cut off on both sides of a product is left out together
@@ -177,7 +177,7 @@ class Without(Recorder):
             self.places.append(place)
             self.holders.append(holder)
             return super().record(func, name, args, kwargs)
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = flattened(args, kwargs)
         self._exchange(place, flat)
         instead = None if (place, GIVES) in self._taken else self._instead_of(place, GIVES)
         if instead is not None:
@@ -220,8 +220,8 @@ class Without(Recorder):
         for frame, _ in traceback.walk_stack(sys._getframe(1)):
             if frame.f_code is Without.run.__code__:
                 break
-            own = frame.f_locals.get("self")
-            holder = own if holder is None and isinstance(own, nn.Module) else holder
+            own = frame.f_locals.get("self") if holder is None else None
+            holder = own if isinstance(own, nn.Module) else holder
             if is_users(frame.f_code.co_filename):
                 same = last is not None and last[0] is frame and last[1] == frame.f_lasti
                 number = last[2] + 1 if last is not None and same else 0

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, UNFILLED, plain, writes
-from equivalence_tests.checker.reach.tracing import tensors_of
+from equivalence_tests.checker.reach.tracing import flattened, tensors_of
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, local_here
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
         out = kwargs.get("out")
         target = {"out": out} if isinstance(out, Tensor) else {}
         kwargs = {key: value for key, value in kwargs.items() if key not in target}
-        flat, spec = tree_flatten((tuple(args), kwargs))
+        flat, spec = flattened(args, kwargs)
         tensors = [item for item in flat if isinstance(item, Tensor)]
         inplace = bool(args) and isinstance(args[0], Tensor) and (writes(name) or kwargs.get("inplace") is True)
         name = plain(name)

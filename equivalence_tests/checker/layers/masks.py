@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
     masks = [reader.read(name) for name in run.masks]
     if run.kind in ("ids", "memory"):
         masks += [mask for side in ("source", "target") for mask in reader.padding(side)]
-    return Masks(masks, list(reader.plain))
+    return Masks(masks, list(reader.plain) if masks else [])
 
 
 def looks_ahead(module: nn.Module, run: ModelRun) -> bool:
@@ -155,7 +156,12 @@ def looks_ahead(module: nn.Module, run: ModelRun) -> bool:
 class _Reader:
     def __init__(self, module: nn.Module, run: ModelRun, heads: int, whole: ModelRun) -> None:
         self.module, self.run, self.heads, self.whole = module, run, heads, whole
-        self.plain = self.seen({}, run.source, run.target)
+        self._outputs: dict[tuple[str, MaskForm, int | None], Tensor | None] = {}
+
+    @cached_property
+    def plain(self) -> Seen:
+        """What is seen without masks."""
+        return self.seen({}, self.run.source, self.run.target)
 
     def seen(self, given: Given, source: Tensor, target: Tensor | None) -> Seen:
         """Run it, watched: which query weighs which key, in each attention; nothing where NaN comes back."""
@@ -178,14 +184,13 @@ class _Reader:
     def _read(self, name: str, fitting: bool) -> Mask:
         mask = Mask(name, side=_side(name))
         for form in sorted(mask_forms(), key=lambda form: form.pattern == "shared"):  # which fit in more places
-            before = self._output(self._given(name, form, None))
-            hiding = self._given(name, form, HIDDEN)
-            after = self._output(hiding) if before is not None and bool(before.isfinite().all()) else None
+            before = self._output(name, form, None)
+            after = self._output(name, form, HIDDEN) if before is not None and bool(before.isfinite().all()) else None
             if before is None or after is None or (fitting and not self._fits(name, form)):
                 continue
             mask = replace(mask, tried=True)
             if not torch.allclose(before, after, equal_nan=True):
-                mask = replace(mask, used=True, reached=self._reached(hiding, form))
+                mask = replace(mask, used=True, reached=self._reached(self._given(name, form, HIDDEN), form))
             if mask.reached:
                 own = {"target" if site.reads == "target" else "source" for site in mask.reached}
                 side = mask.side or ("" if len(own) > 1 else own.pop())
@@ -206,10 +211,15 @@ class _Reader:
         given = {name: form.build(may, self.heads, torch.get_default_dtype())}
         return ask(lambda: run.run(run.source, run.target, given)).error is None
 
-    def _output(self, given: Given) -> Tensor | None:
+    def _output(self, name: str, form: MaskForm, hidden: int | None) -> Tensor | None:
         """What comes back; None where a form is not taken."""
-        with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
-            return ask(lambda: self.run.run(self.run.source, self.run.target, given).detach()).value
+        asked = name, form, hidden
+        if asked not in self._outputs:
+            given = self._given(name, form, hidden)
+            with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
+                found = ask(lambda: self.run.run(self.run.source, self.run.target, given).detach())
+            self._outputs[asked] = found.value
+        return self._outputs[asked]
 
     def _reached(self, given: Given, form: MaskForm) -> list[Site]:
         seen, place = self.seen(given, self.run.source, self.run.target), _place(form) % self.run.source.size(1)
@@ -219,8 +229,8 @@ class _Reader:
     def _is_of_keys(self, name: str, form: MaskForm, reached: Collection[Site]) -> bool:
         """Whether a mask that has no axis for queries hides the token in the same attentions."""
         alike = [other for other in mask_forms() if other.pattern == "keys" and other.encoding == form.encoding]
-        given = [self._given(name, other, HIDDEN) for other in alike]
-        return any(self._output(one) is not None and self._reached(one, form) == reached for one in given)
+        taken = [other for other in alike if self._output(name, other, HIDDEN) is not None]
+        return any(self._reached(self._given(name, other, HIDDEN), form) == reached for other in taken)
 
     def padding(self, side: str) -> Iterator[Mask]:
         """Let tokens become padding: what changes in the attentions is a mask that the model makes."""

@@ -1,14 +1,18 @@
 """List the tensors in what a call takes or gives, and the layers that it constructs."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure
 
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
+
+# What holds nothing else.
+SINGLE = Tensor, int, float, str, type(None), torch.dtype, torch.device, slice, type(...)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -26,6 +30,19 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         held = [leaf for leaf in tree_leaves(value) if leaf is not value]
     for item in held:
         yield from tensors_of(item)
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """List what a call takes, and say how it is nested, as torch does; where nothing is, without looking closer."""
+    flat = [*args, *kwargs.values()]
+    if all(isinstance(x, SINGLE) for x in flat):
+        return flat, _not_nested(len(args), tuple(kwargs))
+    return tree_flatten((tuple(args), kwargs))
+
+
+@functools.cache
+def _not_nested(count: int, names: tuple[str, ...]) -> TreeSpec:
+    return tree_structure(((0,) * count, dict.fromkeys(names, 0)))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

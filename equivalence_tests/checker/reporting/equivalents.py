@@ -1,10 +1,12 @@
 """The same in torch: a program of torch's own parts that gives the numbers of the code that was checked."""
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -101,7 +103,7 @@ class Equivalent:
         if not self.source:
             raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
         names: dict[str, Any] = {}
-        exec(compile(self.source, WRITTEN, "exec"), names)  # our own text
+        exec(_compiled(self.source), names)  # our own text
         return names
 
     def in_short(self) -> Group:
@@ -152,6 +154,12 @@ def taken(made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tu
     """
     wanted = inspect.signature(made).parameters
     return (*args[: len(wanted)],), {name: x for name, x in kwargs.items() if name in wanted}
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> CodeType:
+    """Compile a program's text: every call that is compared runs it anew."""
+    return compile(source, WRITTEN, "exec")
 
 
 def _panel(title: str, source: str) -> RenderableType:

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,13 +89,14 @@ def raised_in(error: BaseException) -> str:
 def frames_here() -> Frames:
     """The user's lines that led here: what stands between the engine that called and this operation."""
     found: list[tuple[str, int, str]] = []
-    for frame, number in traceback.walk_stack(sys._getframe(1)):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # walk_stack looks up the line of every frame, which takes longer than all else here
         path = frame.f_code.co_filename
-        if path.startswith(ENGINE) and "/test_" not in path:
-            if found:
-                break
-        elif is_users(path):
-            found.append((path, number, frame.f_code.co_name))
+        if is_users(path):
+            found.append((path, frame.f_lineno, frame.f_code.co_name))
+        elif found and path.startswith(ENGINE):
+            break
+        frame = frame.f_back
     return tuple(found)
 
 

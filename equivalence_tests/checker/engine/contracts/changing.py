@@ -129,10 +129,11 @@ def shuffling(
         reshaped: Whether a view is asked for that exchanges the sizes of two axes, as a transpose would, and leaves
             the elements.
     """
+    places = None if of is None else place_of(of).unique()
     for number in numbers:
         for operation, given, _ in run.names.carrying([number], after, before):
             taken = next((codes for _, codes in run.names.taken(operation)), None)
-            if taken is None or (of is not None and not bool(torch.isin(place_of(given), place_of(of)).any())):
+            if taken is None or (places is not None and not bool(torch.isin(place_of(given), places).any())):
                 continue
             apart = operation.name in VIEWS and taken.dim() > 2 and taken.shape != given.shape
             if apart and sorted(taken.shape) == sorted(given.shape) if reshaped else _are_exchanged(taken, given):
