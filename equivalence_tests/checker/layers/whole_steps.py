@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.same import near
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, CREATES, MOVES, NORMS
+from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
 from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.steps import Step
@@ -24,6 +23,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Labels,
     Terms,
     Value,
+    are_positions,
     lies_in_order,
     lies_whole,
     places_of,
@@ -32,17 +32,15 @@ from equivalence_tests.checker.layers.whole_values import (
     scaled,
     summed,
     weighs,
+    written_activation,
 )
-from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.lines import Frames
 
 OF_POSITIONS = "positional_encoding"
-NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
 IN_ORDER = ("attention", "feed_forward", "layer_norm", "layer", "linear")
-MOST_OPERATIONS = 12  # of which an activation is written out
 NOT_FOLLOWED = (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError)
 
 
@@ -65,6 +63,7 @@ class Follower:
     values: dict[int, Value] = field(default_factory=dict)
     learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
     conditions: Conditions = field(default_factory=Conditions)
+    added: set[str] = field(default_factory=set)  # the arguments that hold positions
     sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
@@ -115,19 +114,12 @@ class Follower:
         value = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)
         if value is None or self.labels.kind(value) not in ("linear", "embedding"):
             return place
-        wanted = {name: ACTIVATIONS[name](outputs[0]) for name in NAMES}
-        end, found = place, ("", outputs[0])
-        for operation in self.recorder.operations[place : place + MOST_OPERATIONS]:
-            made = operation.outputs[0] if operation.outputs else None
-            if operation.name in CONTRACTIONS or made is None:
-                break
-            names = [name for name, x in wanted.items() if made.value.shape == x.shape and near(made.value, x)]
-            if names:
-                end, found = operation.index + 1, (names[0], made.tensor)
-        if end < place + 2:  # one operation is known by its name
+        found = written_activation(outputs[0], self.recorder.operations[place:])
+        if found is None:
             return place
-        self._new("activation", found[0], [value], [found[1]], value.places)
-        return end
+        name, operation = found
+        self._new("activation", name, [value], [operation.outputs[0].tensor], value.places)
+        return operation.index + 1
 
     def events(self) -> Iterator[ModuleCall]:
         """List the calls of parts, and of torch's own modules, that are not inside of another."""
@@ -156,6 +148,10 @@ class Follower:
             x: The tensor.
         """
         argument = name.partition("[")[0]
+        if are_positions(argument, x, self.recorder.calls[0].inputs):
+            self.learnt[id(x)] = argument, torch.arange(x.numel()).view_as(x)
+            self.added.add(argument)
+            return
         hidden = argument in self.hides or role_of_parameter(argument) == "angles" or x.dtype == torch.bool
         if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs) or x.dim() < 2:
             return
@@ -196,6 +192,7 @@ class Follower:
         """A part, or one of torch's functions in its place."""
         for value in data if kind != "gain" else ():
             self.sums.used(value, path)
+            self.sums.positioned(value, kind, path)
         if kind == "attention":
             self.sums.attended(path, data)
         if kind == "positions" and self.labels.kind(data[0]) == "positions":
@@ -377,9 +374,9 @@ class Follower:
         if not torch.equal(places, wanted):
             self.sums.say(f"{name} is added in another order", "scores")
         learns = name in dict(self.module.named_parameters(remove_duplicate=False))
-        if not learns and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
+        if not learns and name not in self.added and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
             self.sums.say(f"{name} is added", "scores")
-        label = self.labels.add("table", name)
+        label = self.labels.add("added" if name in self.added else "table", name)
         self.calls[name].add(label)
         return Value(((label, 1.0),), torch.zeros(()))
 

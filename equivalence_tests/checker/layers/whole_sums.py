@@ -1,8 +1,9 @@
 """What torch's layers do not have in the sums that flow between parts: factors, other residuals, parts side by side."""
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -11,9 +12,9 @@ from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value
 from equivalence_tests.checker.reporting.lines import code_lines
 
-EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
+EXEMPT = ("embedding", "table", "added", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
 
-GIVEN = ("given", "embedding", "table", "positions")
+GIVEN = ("given", "embedding", "table", "positions", "added")
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Sums:
                 usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
                 said = "the square root of the width, as embeddings are scaled" if usual else ""
                 self.say(f"{made.words} times {count:.6g}", "factor", said)
+        value = replace(value, terms=self.labels.bare(value.terms))
         kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
         branches = [label for label, kind in kinds.items() if kind not in BASES]
         if value.only and branches:
@@ -90,8 +92,14 @@ class Sums:
         return self.paths.issuperset(both) and len({x.rpartition(".")[0] for x in both}) == 1
 
     def attended(self, path: str, data: list[Value]) -> None:
-        """Ask what an attention takes: one stream, or keys and values of a memory."""
-        query, *others = data
+        """Ask what an attention takes: one stream, or keys and values of a memory, and where positions are added."""
+        query, *others = (replace(x, terms=self.labels.bare(x.terms)) for x in data)
+        named = [self.labels.added(x) for x in data]
+        if any(named):
+            names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))
+            as_in_detr = [*map(bool, named)] == [True, True, False]
+            where = f"the queries and keys of {path}, not to its values" if as_in_detr else f"what {path} takes"
+            self.say(f"{names}: added to {where}", "scores", "the name of the argument says positions" * as_in_detr)
         if query.terms not in self.labels.streams:
             self.say(f"{path} reads what is not the stream of tokens", "project")
         for other in others:
@@ -100,6 +108,12 @@ class Sums:
                 self.say(f"{path} takes keys or values from another tensor than its queries", "project")
         if len(others) > 1 and not others[0].is_same(others[1]):
             self.say(f"{path} takes values from another tensor than its keys", "project")
+
+    def positioned(self, value: Value, kind: str, path: str) -> None:
+        """Say that positions are added to what a part takes; an attention is asked where."""
+        for name in self.labels.added(value) if kind != "attention" else ():
+            said = "the name of the argument says positions" * (kind == "layer")
+            self.say(f"{name}: added to what {path} takes", "scores", said)
 
     def say_strange(self, operation: Operation) -> None:
         """Note an operation between the parts, with its line."""

@@ -1,15 +1,17 @@
 """What flows between the parts of a layer or a model: sums of what they gave, and which token lies where in them."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import near
-from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MOVES, words
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
+from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS
 from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
@@ -20,10 +22,12 @@ PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_sta
 SHAPED = words("view_as reshape_as expand_as type_as")
 ACTS = words("relu gelu silu tanh sigmoid softplus elu leaky_relu selu mish hardswish relu6 prelu")
 POOLS = words("mean sum amax max")
+NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
+MOST_OPERATIONS = 12  # of which an activation is written out
 FEATURES = 1 << 20  # more than a token has
 Terms = tuple[tuple[str, float], ...]
 # What a stream of tokens begins with.
-BASES = ("given", "embedding", "table", "positions", "tokens", "layer")
+BASES = ("given", "embedding", "table", "positions", "tokens", "layer", "added")
 WITHIN = ("layer_norm", "gain", "conditioned", "linear", "activation", "product", "feed_forward", "attention", "piece")
 # What torch's own modules are in the wiring.
 TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
@@ -109,6 +113,14 @@ class Labels:
                 self.users.setdefault(inside, set()).add(kind)
         return label
 
+    def bare(self, terms: Terms) -> Terms:
+        """Give a sum without the positions that are an argument of their own."""
+        return tuple(x for x in terms if self.made[x[0]].kind != "added")
+
+    def added(self, value: Value) -> list[str]:
+        """Name the arguments that hold positions and are in a sum."""
+        return [self.made[label].words for label, _ in value.terms if self.made[label].kind == "added"]
+
     def kind(self, value: Value) -> str:
         """Say what a value is, where it is one thing."""
         return self.made[value.only].kind if value.only else ""
@@ -123,6 +135,7 @@ class Labels:
         return set.intersection(*found)
 
     def _origins(self, value: Value) -> set[Terms]:
+        value = replace(value, terms=self.bare(value.terms))
         found = {value.terms} & self.streams
         kind = self.kind(value)
         if kind in ("layer_norm", "conditioned") or (kind in WITHIN and not found):
@@ -135,7 +148,7 @@ class Labels:
         waiting = [label for label, _ in terms]
         while waiting:
             label = waiting.pop()
-            if label not in found and self.made[label].kind != "table":
+            if label not in found and self.made[label].kind not in ("table", "added"):
                 found.add(label)
                 waiting += [inside for value in self.made[label].inputs[:1] for inside, _ in value.terms]
         return found
@@ -162,6 +175,25 @@ class Labels:
     def of_kind(self, *kinds: str) -> Iterator[tuple[str, Made]]:
         """List the labels of some kinds."""
         yield from ((label, made) for label, made in self.made.items() if made.kind in kinds)
+
+
+def are_positions(argument: str, x: Tensor, given: Iterable[Tensor]) -> bool:
+    """Whether an argument is called positions, and holds one vector for each token of another that is given."""
+    named = x.is_floating_point() and ADDED_POSITIONS.search(argument.lower())
+    return bool(named) and any(other.shape == x.shape for other in given if other is not x)
+
+
+def written_activation(x: Tensor, operations: Sequence[Operation]) -> tuple[str, Operation] | None:
+    """Name the activation of a tensor that several operations make behind it, and give the last of them."""
+    wanted, found = {name: ACTIVATIONS[name](x) for name in NAMES}, None
+    for place, operation in enumerate(operations[:MOST_OPERATIONS]):
+        made = operation.outputs[0].value if operation.outputs else None
+        if operation.name in CONTRACTIONS or made is None:
+            break
+        names = [name for name, want in wanted.items() if made.shape == want.shape and near(made, want)]
+        if names and place:  # one operation is known by its name
+            found = names[0], operation
+    return found
 
 
 def places_of(shape: torch.Size) -> Tensor:

@@ -21,7 +21,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.putting import Putting
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value, summed
-from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -100,6 +100,9 @@ def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
             follower.given(name, x)
         else:
             follower.conditions.given("beside the tokens", x, run.recorder.calls[0].inputs)
+    for name, x in run.recorder.calls[0].kwargs.items():
+        if dict(trial.plan.roles).get(name) in POSITIONS_OF:
+            follower.given(name, x)
     return run, follower
 
 
@@ -120,7 +123,8 @@ def _steps(labels: Labels, atoms: Mapping[str, str], wiring: Wiring) -> dict[str
     for label, made in labels.made.items():
         if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS):
             continue
-        step = replace(made, kind=atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else ""))
+        bare = tuple(replace(x, terms=labels.bare(x.terms)) for x in made.inputs)
+        step = replace(made, inputs=bare, kind=atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else ""))
         matrices = [*_matrices(labels, made.inputs[0])] if made.kind in MATRICES else []
         if matrices:
             if labels.kind(made.inputs[0]) in MATRICES:
@@ -199,7 +203,7 @@ class _Stream:
         self.labels = labels = follower.labels
         self.memory = "" if self_attention else labels.add("given", "memory")
         self.bases = {label for label, _ in labels.of_kind(*BASES)}
-        self.wiring, self.final, self.steps = wiring, follower.returned, wiring.steps
+        self.wiring, self.final, self.steps = wiring, labels.bare(follower.returned), wiring.steps
         self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
         read = (x.terms for step in self.steps.values() for x in step.inputs)
         self.sums = [x for x in (*read, self.final) if _is_counted(x)]

@@ -145,6 +145,10 @@ ROLE_NAMES = (
     (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
     (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
 )
+# What is added to tokens where they are compared, as DETR does it: one vector for each.
+ADDED_POSITIONS = re.compile(
+    r"^(\w+_)?pos(ition(al)?)?(_?(emb(ed(ding)?s?|d)?|enc(oding)?s?))?$|^quer(y|ies)_?emb(ed(ding)?s?|d)?$"
+)
 # What an argument of a function that builds masks is given.
 MASK_ROLES = (
     (r"device", "device"),

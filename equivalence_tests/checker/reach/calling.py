@@ -23,6 +23,7 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 # ones before it cannot be called; the one tensor of a module holds heads only where it can be nothing else, not a film.
 OF_PIXELS = IMAGE, PIXELS = "b e l 1", "b l 1 e"
 VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class is embedded; as wide as tokens at first
+POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
 LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
@@ -77,8 +78,9 @@ class CallPlan:
 
     Args:
         roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), a constant written
-            "=None", "=False", "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
+            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), positions of the queries
+            or of the keys, a constant written "=None", "=False", "=d_k", or a list, "[query, key, value]", where what
+            stands twice is cut into pieces).
         layout: One of ``LAYOUTS``.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the roles follow from the names of the parameters.
@@ -218,8 +220,10 @@ class Trial:
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
             return self.angles(name, self.plan.angles, inputs)
-        tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+        tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, OF_QUERIES: inputs.query}
         x = tensors.get(role, inputs.query if role == "input" else inputs.key).to(self.dtype, copy=True)
+        if role in POSITIONS_OF:
+            x = _drawn(len(x), (x.size(1),), x.size(2), sum(name.encode()), self.dtype)[0].clone()
         laid_out = to_layout(x, self.plan.layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
-from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
@@ -123,7 +123,7 @@ def run_layer(trial: Trial) -> ModelRun:
     def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
         return trial.output(Inputs(source if target is None else target, source, source), given)
 
-    vectors = any(role.startswith("=(") for role in trial.plan.given)
+    vectors = any(role.startswith("=(") or role in POSITIONS_OF for role in trial.plan.given)
     return ModelRun(run, inputs.key, None if alone else inputs.query, masks, "stack", of_samples=vectors)
 
 

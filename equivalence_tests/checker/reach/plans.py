@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.arguments import MAX_LEN, RESOLUTION, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, MAX_LEN, RESOLUTION, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import (
     HEADS,
     LAYOUTS,
+    OF_KEYS,
     OF_ONE,
     OF_PIXELS,
+    OF_QUERIES,
     VECTOR,
     CallPlan,
     Inputs,
@@ -31,7 +33,14 @@ from equivalence_tests.checker.reach.calling import (
     held_roles,
 )
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.proposing import JOINED, compared_by, empty_state, held_by_arguments, parameters_of
+from equivalence_tests.checker.reach.proposing import (
+    JOINED,
+    compared_by,
+    empty_state,
+    held_by_arguments,
+    parameters_of,
+    ranked,
+)
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import TRIED
 
@@ -55,6 +64,7 @@ MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
+TARGET = re.compile(r"^q_|quer|tgt|target")
 LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITIONS = re.compile(r"pos(ition)?_?ids?$|^(\w+_)?positions$")
 WINDOW = re.compile(r"^window(_?size)?$")
@@ -176,7 +186,7 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     compared = compared_by(type(function)) if unsaid else {}
     left_out = {name: "=None" for name in unsaid if None in compared.get(name, [])}
     positions = {p.name: "=positions" for p in parameters if p.default is None and POSITIONS.search(p.name.lower())}
-    ways = (left_out, {}, positions)[not left_out : 2 + bool(positions)]
+    ways = *_added_positions(roles, required), *(left_out, {}, positions)[not left_out : 2 + bool(positions)]
     named = [option for more in ways for option in _named_roles({**roles, **more}, required)]
     yield from (CallPlan(tuple(option.items()), "", positional) for option in named)
     if named and "angles" in {roles[name] for name in required}:
@@ -194,6 +204,16 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     for vectors in dict.fromkeys([*((name,) for name in beside[::-1]), tuple(beside)]) if beside else ():
         one = {**roles, tensors[0]: roles[tensors[0]] or "input", **dict.fromkeys(vectors, VECTOR)}
         yield from (CallPlan(tuple(x.items()), "", positional, named=False) for x in _named_roles(one, required))
+
+
+def _added_positions(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
+    """Give what is called positions and required one vector for each query, or for each key."""
+    tokens = [role for role in roles.values() if role in OF_TOKENS]
+    named = [name for name, role in roles.items() if name in required and ADDED_POSITIONS.search(name.lower())]
+    named = [name for name in named if roles[name] in ("=0", "=False") or tokens.count(roles[name]) > 1]
+    both = [OF_QUERIES, OF_KEYS][: 2 - (len(tokens) == 1)]
+    likely = [both if TARGET.search(name.lower()) else both[::-1] for name in named]
+    yield from (dict(zip(named, chosen, strict=True)) for chosen in (ranked(likely) if named else ()))
 
 
 def _of_several(held: Mapping[str, tuple[str, ...]], roles: Mapping[str, str]) -> dict[str, str]:

@@ -110,7 +110,8 @@ class Report(Shown):
         if self.not_exercised:
             yield coverage_view(self.not_exercised)
         right = self.verdict in ("equal", "partial")  # then only what was taken for granted is worth a look
-        if rows := [row for row in self.conventions if not right or "mask" in f"{row[0]} {row[2]}"]:
+        assumed = (row for row in self.conventions if "mask" in f"{row[0]} {row[2]}" or row[1].startswith("(len, "))
+        if rows := [*assumed] if right else self.conventions:
             yield reading_view(rows)
         if self.equivalent is not None:
             yield self.equivalent.in_short()
