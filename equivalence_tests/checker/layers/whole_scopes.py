@@ -26,11 +26,13 @@ class Scope:
         path: Of the module.
         given: The tensors that its forward is given, by name, in both recordings.
         maybe: The names of masks that may be None, and of what is made of them alone.
+        numbers: The sizes that its forward is given, by name, in both recordings.
     """
 
     path: str
     given: dict[str, tuple[Tensor, Tensor]]
     maybe: set[str]
+    numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of each tensor, by its id in the first recording
     shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of each variable
     lines: list[tuple[list[str], str, set[str]]] = field(default_factory=list)  # what it gives, the text, what it takes
@@ -46,6 +48,7 @@ class Scope:
         """The arguments of its forward; what may be None stands last."""
         names = sorted(self.given, key=lambda name: name in self.maybe)
         kinds = {name.partition("[")[0]: "list[Tensor]" if "[" in name else "Tensor" for name in names}
+        kinds = dict.fromkeys(self.numbers, "int") | kinds
         maybe = dict.fromkeys(self.maybe, " | None = None")
         return ", ".join(f"{name}: {kind}{maybe.get(name, '')}" for name, kind in kinds.items())
 
@@ -125,7 +128,7 @@ class Scope:
     def _size(self, one: int, other: int) -> Code:
         """Write a number as a size of a variable, or as what is made of sizes."""
         known = ((f"{name}.size({i})", a[i], b[i]) for name, (a, b) in self.shapes.items() for i in range(len(a)))
-        sizes = [size for size in known if size[1] != size[2]]
+        sizes = [*((name, *pair) for name, pair in self.numbers.items()), *(s for s in known if s[1] != s[2])]
         exact = (text for text, a, b in sizes if (a, b) == (one, other))
         negated = (f"-{text}" for text, a, b in sizes if (a, b) == (-one, -other))
         more = ((f"{text} {one - a:+d}", abs(one - a)) for text, a, b in sizes if one - a == other - b)

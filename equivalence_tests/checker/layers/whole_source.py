@@ -126,7 +126,8 @@ class WholeWriter:
         others = (x for name, x in given.items() if name not in {*tensors, *lists})
         if any(next(tensors_in((x,)), None) is not None for x in others):
             raise UnreadError(f"{call.path or 'it'} is given tensors inside other arguments")
-        return Scope(call.path, tensors, {name for name in tensors if name in maybe})
+        numbers = {name: (x, again[name]) for name, x in given.items() if type(x) is int and x != again[name]}
+        return Scope(call.path, tensors, {name for name in tensors if name in maybe}, numbers)
 
     def _class(self, scope: Scope, call: ModuleCall, module: nn.Module) -> str:
         outputs = [scope.names[id(x)] for x in call.outputs if id(x) in scope.names]
@@ -289,11 +290,12 @@ class WholeWriter:
             flat, spec = tree_flatten((call.args, call.kwargs))
             again = tree_flatten((other.args, other.kwargs))[0]
             args, kwargs = tree_unflatten([leaf(x, y) for x, y in zip(flat, again, strict=True)], spec)
-        else:  # its class is written anew, and takes tensors alone
-            given = bound(module, call.args, call.kwargs)
+        else:  # its class is written anew, and takes tensors and sizes alone
+            given, again = (bound(module, one.args, one.kwargs) for one in (call, other))
             kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
             kwargs |= {name: [leaf(y, y) for y in x] for name, x in given.items() if _holds_tensors(x)}
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
+            kwargs |= {name: leaf(x, again[name]) for name, x in given.items() if type(x) is int and x != again[name]}
             if taken:
                 theirs = inspect.signature(self.parts[call.path].of(module).forward).parameters
                 first = [*kwargs] if [*kwargs] == [*theirs][:1] else []
