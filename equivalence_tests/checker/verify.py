@@ -195,16 +195,16 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)
+    holds_more = not kind and first.unread and guess == "attention" and guess_kind(found) == ""
     if (
         first.verdict != "unchecked"
         or CRASHES.in_calls
         or first.equivalent
-        or first.unread
         or first.kind == POOLING
-        or any(check.outcome == "passed" for check in first.checks)
+        or (not holds_more and (first.unread or any(check.outcome == "passed" for check in first.checks)))
     ):
         return first
-    if guess == guess_kind(found) == "attention" and first.conventions:
+    if holds_more or (guess == guess_kind(found) == "attention" and first.conventions):
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
     for other in others:
         try:

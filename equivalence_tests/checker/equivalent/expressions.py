@@ -1,5 +1,6 @@
 """What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
 
+import itertools
 import math
 import operator
 import re
@@ -211,6 +212,22 @@ def terms_of(expression: Expression) -> Iterator[Expression]:
         yield from (term for inner in expression.inner for term in terms_of(inner))
     else:
         yield expression
+
+
+def branches_of(expression: Expression) -> Iterator[str]:
+    """Name the sub-modules that have a residual connection of their own behind the attention, as a feed-forward has.
+
+    >>> both = Made("sum", (Given("x"), Attended()))
+    >>> list(branches_of(Made("sum", (both, Called("mlp", (both,))))))
+    ['mlp']
+    >>> list(branches_of(Made("sum", (both, Called("mlp", (Given("x"),))))))
+    []
+    """
+    for one in all_of(expression):
+        two = one.inner if isinstance(one, Made) and one.name == "sum" else ()
+        for branch, stream in itertools.permutations(two, 2):
+            behind = isinstance(branch, Called) and branch.inner == (stream,) and Attended() in all_of(stream)
+            yield from [branch.path] if isinstance(branch, Called) and behind else []
 
 
 def added_twice(expression: Expression) -> list[str]:

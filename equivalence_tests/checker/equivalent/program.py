@@ -21,6 +21,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Values,
     added_twice,
     all_of,
+    branches_of,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -197,6 +198,9 @@ class Program:
                 continue
             if step.stage == "residual":
                 said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
+                said = said or next(
+                    (f"{path} is added to what it is given as well" for path in branches_of(around)), ""
+                )
                 yield Step(step.words, said, "residual")
             else:
                 yield step

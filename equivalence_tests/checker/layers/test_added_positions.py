@@ -1,4 +1,4 @@
-"""Layers that are handed positions and add them to queries and keys, as DETR does, and those that add them elsewhere."""
+"""Layers that are handed positions and add them to queries and keys, as DETR does, and such as add them elsewhere."""
 
 from pathlib import Path
 

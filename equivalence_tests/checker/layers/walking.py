@@ -385,7 +385,8 @@ def _adds_residual(part: Report) -> bool | None:
     fresh = "layer_made_in_forward" in part.mistakes and "residual" not in words
     if part.verdict == "unchecked" or fresh:
         return None
-    return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in part.mistakes)
+    named = (*part.mistakes, *(one.name for one in part.intended))
+    return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in named)
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:

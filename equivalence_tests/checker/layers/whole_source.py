@@ -291,15 +291,15 @@ class WholeWriter:
             again = tree_flatten((other.args, other.kwargs))[0]
             args, kwargs = tree_unflatten([leaf(x, y) for x, y in zip(flat, again, strict=True)], spec)
         else:  # its class is written anew, and takes tensors and sizes alone
-            given, again = (bound(module, one.args, one.kwargs) for one in (call, other))
+            given, later = (bound(module, one.args, one.kwargs) for one in (call, other))
             kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
             kwargs |= {name: [leaf(y, y) for y in x] for name, x in given.items() if _holds_tensors(x)}
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
-            kwargs |= {name: leaf(x, again[name]) for name, x in given.items() if type(x) is int and x != again[name]}
             if taken:
                 theirs = inspect.signature(self.parts[call.path].of(module).forward).parameters
                 first = [*kwargs] if [*kwargs] == [*theirs][:1] else []
             args = tuple(kwargs.pop(name) for name in first)
+            kwargs |= {name: leaf(x, later[name]) for name, x in given.items() if type(x) is int and x != later[name]}
         text = f"self{self._reached(scope.path, call.path)}({arguments_text(args, kwargs)})"
         count = 1 if taken else len(call.outputs)
         text += "[0]" * (count == 1 and isinstance(module, nn.MultiheadAttention) and not taken)

@@ -166,6 +166,10 @@ class Follower:
     def _called(self, call: ModuleCall) -> None:
         kind, path = self._kind(call.path).replace(OF_POSITIONS, "positions"), call.path
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
+        attends = kind in ("attention", "layer")
+        for x in call.inputs[: attends and len(data) > 0]:
+            if id(x) in self.learnt and x.shape == call.outputs[0].shape:  # learnt tokens ask those that are given
+                data.insert(0, Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape)))
         if not data and self.conditions.follow(call.inputs, call.outputs, path):
             return
         if kind == "embedding":
@@ -177,7 +181,7 @@ class Follower:
         elif kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
         else:
-            for x in call.inputs if kind == "attention" else ():
+            for x in call.inputs if attends else ():
                 self._given_beside(path, x, data[0])
             self._part(kind, path, data, call.outputs, call.frames)
 
@@ -370,8 +374,7 @@ class Follower:
         if id(x) not in self.learnt:
             return None
         name, places = self.learnt[id(x)]
-        wanted = torch.arange(places.numel()).view_as(places) + places.flatten()[0]
-        if not torch.equal(places, wanted):
+        if bool((places.flatten().diff() != 1).any()):
             self.sums.say(f"{name} is added in another order", "scores")
         learns = name in dict(self.module.named_parameters(remove_duplicate=False))
         if not learns and name not in self.added and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:

@@ -124,7 +124,9 @@ def _steps(labels: Labels, atoms: Mapping[str, str], wiring: Wiring) -> dict[str
         if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS):
             continue
         bare = tuple(replace(x, terms=labels.bare(x.terms)) for x in made.inputs)
-        step = replace(made, inputs=bare, kind=atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else ""))
+        step = replace(
+            made, inputs=bare, kind=atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else "")
+        )
         matrices = [*_matrices(labels, made.inputs[0])] if made.kind in MATRICES else []
         if matrices:
             if labels.kind(made.inputs[0]) in MATRICES:

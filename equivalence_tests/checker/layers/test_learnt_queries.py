@@ -1,0 +1,68 @@
+"""Blocks for sets: attention and feed-forward in one forward, without norms, and learnt points that ask the set."""
+
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.verify import verify
+
+TEXT = """
+import torch
+from torch import nn
+
+
+class Meet(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.ff = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def split(self, x):
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+    def forward(self, ask, told):
+        q, k, v = self.split(self.q(ask)), self.split(self.k(told)), self.split(self.v(told))
+        a = torch.softmax(q @ k.transpose(-2, -1) / q.size(-1) ** 0.5, dim=-1) @ v
+        h = ask + self.o(a.transpose(1, 2).flatten(2))
+        return h + self.ff(h)
+
+
+class Induced(nn.Module):
+    def __init__(self, dim, heads, points=6):
+        super().__init__()
+        self.first, self.second = Meet(dim, heads), Meet(dim, heads)
+        self.points = nn.Parameter(torch.randn(1, points, dim))
+
+    def forward(self, x):
+        return self.second(x, self.first(self.points.expand(len(x), -1, -1), x))
+"""
+WRONG = (
+    ("return h + self.ff(h)", "return ask + self.ff(h)"),
+    ("return h + self.ff(h)", "return h + self.ff(ask)"),
+    ("return h + self.ff(h)", "return h + h + self.ff(h)"),
+    ("self.second(x, self.first(self.points.expand(len(x), -1, -1), x))", "self.second(x, self.first(x, x)[:, :6])"),
+    ("self.second(x, self.first(self.points.expand(len(x), -1, -1), x))",
+     "self.second(x, self.first(self.points.expand(len(x), -1, -1), x).flip(1) - self.points)"),
+)  # fmt: skip
+
+
+def report_on(text: str, name: str, folder: Path) -> str:
+    (folder / "theirs.py").write_text(text, encoding="utf-8")
+    report = verify(f"{folder / 'theirs.py'}:{name}")
+    return f"{report.verdict}: {' '.join(str(report).split())}"
+
+
+def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:
+    said = report_on(TEXT, "Induced", tmp_path)
+    assert said.startswith("equal"), said
+    assert "first takes tokens that are made of none that are given: the parameter points" in said
+    assert "ff is added to what it is given as well" in said
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("old", "new"), WRONG)
+def test_other_residuals_and_other_tokens_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    said = report_on(TEXT.replace(old, new), "Induced", tmp_path)
+    assert said.startswith(("deviates", "unchecked")), said
