@@ -112,7 +112,7 @@ def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
 
 
 def _alternatives(trials: list[Trial]) -> list[Trial]:
-    """The first way to call it, on all heads or on one, with each mask that may mean "hide nothing", if it needs one.
+    """The first way to call it, on all heads or on one, with each mask that may hide nothing and each form of angles.
 
     If torch's attention runs in it with its default layout, (len, batch, features), the code may have that layout too.
     """
@@ -123,7 +123,8 @@ def _alternatives(trials: list[Trial]) -> list[Trial]:
         plan = next((one.plan for one in (trials[0], *length_first) if one.keeps_samples_apart), plan)
     layouts = HEADS if plan.layout in HEADS else (plan.layout,)  # no name says which of them it is
     laid = [trial for trial in trials if trial.plan.layout in layouts]
-    alike = [trial for trial in laid if replace(trial.plan, neutral=plan.neutral, layout=plan.layout) == plan]
+    same = (replace(one.plan, neutral=plan.neutral, layout=plan.layout, angles=plan.angles) == plan for one in laid)
+    alike = list(itertools.compress(laid, same))
     return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
 
 

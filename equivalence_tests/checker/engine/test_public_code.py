@@ -286,8 +286,16 @@ def test_heads_may_be_a_list_of_modules_whose_table_ends_at_the_block_size() -> 
     assert [e.exercised for e in report.coverage if e.what == "lengths beyond block_size = 13"] == [True]
 
 
+class RepeatsItsHead(ListOfHeads):
+    def __init__(self, n_embed: int, n_heads: int) -> None:
+        super().__init__(n_embed, n_heads)
+        self.heads = nn.ModuleList([self.heads[0]] * n_heads)
+
+
 def test_one_head_in_the_place_of_all_is_named() -> None:
     assert verify(AlwaysTheFirstHead).mistakes == ("heads_missing_or_repeated",)
+    finding = verify(RepeatsItsHead).findings[0]
+    assert (finding.name, finding.line and "* n_heads" in finding.line.text) == ("one_head_for_all", True)
 
 
 class Packed(nn.Module):
@@ -1335,6 +1343,45 @@ class DotAttention(nn.Module):
 
 class ScaledDotAttention(DotAttention):
     """Says that it scales."""
+
+
+class TurnsByCosinesAndSines(nn.Module):
+    """Right: the table holds a cosine and a sine for each element; elements beside each other are a pair."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (self.n_heads, -1)) for w in (self.wq, self.wk, self.wv))
+        q, k = (y * freqs[:, None, :, 0] + self.quarter(y) * freqs[:, None, :, 1] for y in (q, k))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def quarter(self, y: Tensor) -> Tensor:
+        return torch.stack((-y[..., 1::2], y[..., ::2]), -1).flatten(-2)
+
+
+def test_a_table_of_cosines_and_sines_is_given_as_its_pairs_ask() -> None:
+    report = verify(TurnsByCosinesAndSines)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["rotary_positions"]), str(report)
+
+
+class LuongAttention(nn.Module):
+    """Right: scores of one matrix."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        return (query @ self.weight(memory).mT).softmax(-1) @ memory
+
+
+def test_an_attention_with_a_matrix_for_its_keys_alone_may_be_named_after_its_author() -> None:
+    report = verify(LuongAttention)
+    assert (report.verdict, len(report.intended)) == ("equal", 3), str(report)
 
 
 def made_of_positions(length: int, width: int) -> Tensor:

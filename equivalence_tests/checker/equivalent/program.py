@@ -216,8 +216,10 @@ class Program:
     def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
         bare = [role for role, one in self.roles if one.bias is None]
+        further = {name for name, x in parameters.named.items() if x.dim() > 1} - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
-            yield Step(f"the {role} is not projected", "", "project")
+            why = "" if module is None or further else "the module holds no matrix that could"
+            yield Step(f"the {role} is not projected", why, "project")
         called = [one.tokens for _, one in self.roles if isinstance(one.tokens, Called)]
         normed = {x.inner for x in called if module is not None and _is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:

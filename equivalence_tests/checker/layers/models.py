@@ -25,7 +25,7 @@ from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import Frames, is_users, source_of
+from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_users, source_of
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
@@ -90,7 +90,9 @@ def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames
 
 
 def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
-    """The lines of a sub-module that show a mistake; if no position has an effect, those that first use one."""
+    """The lines of a sub-module that show a mistake, or make one that is not used; those that first use a position."""
+    if mistake == "part_never_used":
+        return assigned_at(walk.module, where)
     ran = [op for op in walk.ran.operations if op.frames] if walk.ran is not None else []
     if walk.ran is not None and mistake == "no_positions":
         taken = ((op.frames, walk.ran.recorder.named(bits)) for op in ran for bits in op.origins)

@@ -856,8 +856,14 @@ class AttendsToBothWithOne(layers.TwoMaskDecoderLayer):
         self.cross_attn = self.self_attn
 
 
-def test_an_attention_of_both_kinds_is_named_beside_what_else_is_shared() -> None:
-    assert verify(AttendsToBothWithOne).mistakes == ("attention_shared",)
+class CallsOneForTheOther(layers.TwoMaskDecoderLayer):
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        return self.self_attn(x, memory, memory, attn_mask=src_mask)[0]
+
+
+@pytest.mark.parametrize("layer", [AttendsToBothWithOne, CallsOneForTheOther])
+def test_an_attention_of_both_kinds_is_named_beside_what_else_is_shared(layer: type[nn.Module]) -> None:
+    assert verify(layer).mistakes == ("attention_shared",)
 
 
 class CrossesItself(layers.TwoMaskDecoderLayer):

@@ -23,7 +23,7 @@ from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value, summed
 from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.lines import Frames
+from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 SUBLAYERS = ("attention", "feed_forward")
 MATRICES = ("linear", "embedding")  # a matrix that reads the input as it is embeds it
@@ -73,7 +73,8 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
         wiring.unread.append(str(why))
     idle = idle_modules(run, follower.module)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
-    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
+    unused = {path: (kind, assigned_at(follower.module, path)) for path, kind in atoms.items() if path in idle}
+    _judge_unused(wiring, unused, trial.plan.self_attention)
     if follower.returned:
         putting = Putting(follower, partial(_watched, trial))
         _Stream(wiring, putting, contained, trial.plan.self_attention).follow()
@@ -159,26 +160,32 @@ def _is_counted(terms: Terms) -> bool:
     return all(count == int(count) and count >= 0 for _, count in terms)
 
 
-def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool) -> None:
-    """Name what takes no part in the output: it is not called, or nothing reads what it gives."""
+def _judge_unused(wiring: Wiring, idle: Mapping[str, tuple[str, Frames]], self_attention: bool) -> None:
+    """Name what takes no part in the output: it is not called, or nothing reads what it gives.
+
+    Args:
+        wiring: What was read.
+        idle: What takes no part: what it is, and where it is assigned.
+        self_attention: Whether there is no memory.
+    """
     read = {label for step in wiring.steps.values() for x in step.inputs for label, _ in x.terms}
     called = {path: label for label, step in wiring.steps.items() for path in step.words.split(", ")}
-    left_out = {kind for path, kind in idle.items() if path not in called}
+    left_out = {kind for path, (kind, _) in idle.items() if path not in called}
     ran = {step.kind for step in wiring.steps.values()}
     normed = left_out.isdisjoint(SUBLAYERS) and "layer_norm" in ran
-    alone = [path for path, kind in idle.items() if kind in ("", "feed_forward") and path not in called]
+    alone = [path for path, (kind, _) in idle.items() if kind in ("", "feed_forward") and path not in called]
     never = "feed_forward" not in ran and (len(alone) > 1 or "feed_forward" in left_out)
-    for path, kind in idle.items():
+    for path, (kind, lines) in idle.items():
         label = called.get(path)
         if label is not None and label not in read:  # else what reads it is reported
             wiring.unused.add(label)
             wiring.blame("norm_never_used" if kind == "layer_norm" else "sublayer_unused", wiring.steps[label].frames)
         elif label is None and kind == "layer_norm" and normed:
-            wiring.blame("norm_never_used", ())
+            wiring.blame("norm_never_used", lines)
         elif label is None and kind == "attention" and not self_attention:
-            wiring.blame("cross_attention_left_out", ())
+            wiring.blame("cross_attention_left_out", lines)
         elif path in alone and never:
-            wiring.blame("sublayer_unused", ())
+            wiring.blame("sublayer_unused", lines)
         else:
             continue
         wiring.idle_norms += [path] if kind == "layer_norm" else []
@@ -357,11 +364,12 @@ class _Stream:
         counts = [sum(self._of_memory(x.terms) for x in step.inputs) for step in attentions]
         followed = [step for step in attentions if all(map(self._is_followed, step.inputs))]
         wrong = [x for x, n in zip(attentions, counts, strict=True) if 0 < n < len(x.inputs) - 1 and x in followed]
-        if not counts or "cross_attention_left_out" in self.wiring.mistakes:
-            return
         own = {step.words for step, n in zip(attentions, counts, strict=True) if not n}
         for step in (step for step, n in zip(attentions, counts, strict=True) if n and step.words in own):
+            self.wiring.mistakes.pop("cross_attention_left_out", None)  # since another one is called in its place
             self.wiring.blame("attention_shared", step.frames)
+        if not counts or "cross_attention_left_out" in self.wiring.mistakes:
+            return
         if not any(counts):
             wrong = attentions[-1:] if all(map(self._is_known_whole, attentions)) else []
         if wrong:

@@ -20,8 +20,8 @@ SCALES = (
         (SCALE_LINE, "q @ k.mT"),
         chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
-        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none, nor have Luong's "
-        "DotAttention and BilinearAttention.",
+        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none, nor has "
+        "Luong-Attention, called DotAttention and BilinearAttention too.",
     ),
     _scaled(
         "scale_wrong",
@@ -464,6 +464,12 @@ ROLES = (
         "The heads are split before they are projected, and all of them share one small projection.",
         ("head_i = x_i W with one W of (head_dim, head_dim)", "head_i = x W_i with W of (embed_dim, embed_dim)"),
         "Project with nn.Linear(embed_dim, embed_dim) first, then split into heads.",
+    ),
+    _project(
+        "one_head_for_all",
+        "All heads are one and the same module, so that each gives what the others give.",
+        ("[head] * num_heads, or a list into which one head is put again and again", "a head of its own at each place"),
+        "Make a new module for each head: nn.ModuleList([Head(...) for _ in range(num_heads)]).",
     ),
     _project(
         "other_lengths_crash",

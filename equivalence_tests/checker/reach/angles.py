@@ -25,8 +25,9 @@ class AngleForm:
     """One form in which angles are handed over.
 
     Args:
-        kind: "complex" (cos + i sin), "angles", "both" (a tuple of cosines and sines), or "encoding" (sines and
-            cosines as wide as the tokens). An argument called cos, sin or cos_sin gets just these.
+        kind: "complex" (cos + i sin), "stacked" (a last axis of cosine and sine), "angles", "both" (a tuple of cosines
+            and sines), or "encoding" (sines and cosines as wide as the tokens). An argument called cos, sin or cos_sin
+            gets just these.
         places: One of ``PLACES``.
         axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
@@ -39,6 +40,7 @@ class AngleForm:
     def all(cls) -> Iterator["AngleForm"]:
         """List the forms to try."""
         yield cls("complex")
+        yield from (cls("stacked", places) for places in PLACES)
         for form in itertools.product(("both", "angles"), PLACES, AXES):
             yield cls(*form)
         yield cls("encoding", axes="b l c")
@@ -54,6 +56,8 @@ class AngleForm:
         axes = self.axes.removesuffix(" c").split()
         angles = PLACES[self.places](angles).unflatten(0, [-1 if axis == "l" else 1 for axis in axes])
         both = {"cos": angles.cos(), "sin": angles.sin()}
+        if self.kind == "stacked":
+            return torch.stack([*both.values()], -1)
         asked = [x for word, x in both.items() if word in name.lower()] or [*both.values()] * (self.kind == "both")
         return tuple(asked) if len(asked) == 2 else (*asked, angles)[0]
 

@@ -149,3 +149,15 @@ def source_lines(written: Any) -> tuple[list[str], int]:
         return _SOURCES[written]
     except (OSError, TypeError):
         return [], 0
+
+
+def assigned_at(module: Any, path: str) -> Frames:
+    """The line that assigns a sub-module, or the list that holds it, to its owner; none where no line does."""
+    owner, _, name = re.sub(r"(\.\d+)+$", "", path).rpartition(".")
+    assigns = re.compile(rf"\bself\.{name}\b[^=(]*=[^=]")
+    for kind in type(module.get_submodule(owner)).__mro__:
+        lines, first = source_lines(kind)
+        number = next((number for number, line in enumerate(lines, first) if assigns.search(line)), 0)
+        if number and is_users(file := inspect.getsourcefile(kind) or ""):
+            return ((file, number, "__init__"),)
+    return ()

@@ -27,7 +27,7 @@ from equivalence_tests.checker.engine.taking_part import (
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
-from equivalence_tests.checker.reporting.lines import Frames
+from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 OWN = {
     "query": re.compile(
@@ -67,6 +67,7 @@ def projection_departures(
         yield from by_weights or _norms_exchanged(attention, operands)
         yield from _shared_by_heads(attention, operands)
         yield from _idle_heads(attention, operands, unused)
+        yield from _one_head_for_all(attention, module)
         yield from _unprojected(attention, operands, unused)
         yield from _normalised_alike(attention, operands)
         yield from _bent_biases(attention, operands)
@@ -179,6 +180,16 @@ def _idle_heads(attention: Attention, operands: list[Operand], unused: list[str]
     idle = [name for name in unused if _any_number(name) in used]
     if idle and len(attention.parts) > 1:
         yield Departure("heads_missing_or_repeated", "merge", attention.parts[1].product.operation, {"unused": idle})
+
+
+def _one_head_for_all(attention: Attention, module: nn.Module) -> Iterator[Departure]:
+    """Heads that are modules of a list, of which two are one and the same."""
+    first, *others = (part.product.operation for part in attention.parts)
+    heads = list(module.get_submodule(first.place.rpartition(".")[0])._modules.values())
+    shared = bool(first.place) and len({*map(id, heads)}) == 1 < len(heads)
+    if others and shared and all(torch.equal(x.outputs[0].value, first.outputs[0].value) for x in others):
+        claim = f"The scores of {len(attention.parts)} heads are the same, bit for bit, whatever goes in."
+        yield Departure("one_head_for_all", "project", first, {"claim": claim}, frames=assigned_at(module, first.place))
 
 
 def _any_number(path: str) -> str:
