@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.zoo.conventions import ValuesFirst
 
 
 class Plain(nn.Module):
@@ -392,3 +393,17 @@ def test_a_factory_is_what_it_makes() -> None:
         return StacksItsParameters(4, 24)
 
     assert verify(make_gpt_attention).verdict == "equal"
+
+
+class SubtractsTheScores(ValuesFirst):
+    """With a mask only what is hidden looks like a softmax, of scores that are multiplied by nothing."""
+
+    def weigh(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
+        scores = scores if hidden is None else self.hide(scores, hidden)
+        return F.softmax(scores, dim=-1) - scores
+
+
+def test_weights_that_follow_the_formula_only_where_they_are_hidden_have_no_wrong_scale() -> None:
+    (finding,) = verify(SubtractsTheScores).findings
+    assert finding.name == "changed_by_sub"
+    assert "return F.softmax(scores, dim=-1) - scores" in line_of(finding)

@@ -42,7 +42,7 @@ from equivalence_tests.checker.reach.proposing import (
     ranked,
 )
 from equivalence_tests.checker.reach.state import attempt
-from equivalence_tests.checker.reach.tried import TRIED
+from equivalence_tests.checker.reach.tried import NO_OUTPUT, TRIED
 
 # What tensors are tried as where their names say nothing.
 THREE = tuple(itertools.permutations(("query", "key", "value")))
@@ -369,7 +369,7 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     tensors = attempt(lambda: trial.tensors(inputs), errors)
     found = [index for index, x in enumerate(tensors or ()) if _is_output(x, trial, inputs)]
     if tensors is not None and not found:
-        errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
+        errors.append(f"{NO_OUTPUT}, but {[tuple(x.shape) for x in tensors]}")
     TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if found else errors[-1])
     if not found:
         return None

@@ -1,5 +1,6 @@
 """Remember how the code that is checked was built and called, so that the call can be shown as a script."""
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from typing import Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 AT_LINE = re.compile(r"\([^()]*:(\d+)\)$")
+NO_OUTPUT = "no output of the query's length came back"  # begins what is said of a call that ran
 
 
-def line_of(error: str) -> int:
+def line_of(error: str) -> float:
     """Read the last line of the code that a call reached in what it raised; 0 where none is named."""
     line = AT_LINE.search(error)
-    return int(line[1]) if line else 0
+    return math.inf if error.startswith(NO_OUTPUT) else int(line[1]) if line else 0
 
 
 def furthest_first(errors: Iterable[str]) -> list[str]:
@@ -22,6 +24,8 @@ def furthest_first(errors: Iterable[str]) -> list[str]:
 
     >>> furthest_first(["A: 1 (mine.py:7)", "A: 2 (mine.py:7)", "B (mine.py:8, called from mine.py:9)", "C"])
     ['B (mine.py:8, called from mine.py:9)', 'A: 1 (mine.py:7)', 'C']
+    >>> furthest_first(["A (mine.py:7)", f"{NO_OUTPUT}, but [(2, 1, 12)]"])[1]
+    'A (mine.py:7)'
     """
     at_place: dict[str, str] = {}
     for text in errors:
@@ -47,7 +51,7 @@ class Try:
     error: str = ""
 
     @property
-    def got_as_far_as(self) -> tuple[bool, int]:
+    def got_as_far_as(self) -> tuple[bool, float]:
         """Whether it ran, and else the last line of the code that it reached."""
         return not self.error, line_of(self.error)
 

@@ -155,6 +155,8 @@ class _Reader:
         if not self._fits(factor, drawn, own):
             model.by_head = by_head if self._fits(by_head, drawn, own) else None
             model.kind = "softmax" if model.by_head is not None else "other"
+        elif model.factor == 0:  # only what is hidden follows the formula, as where scores are subtracted from weights
+            model.kind = "other"
 
     def _fits(self, factor: Tensor, drawn: _Seen, own: _Seen) -> bool:
         """Whether log weights are a factor times the scores, both for the drawn scores and for those of the call."""
