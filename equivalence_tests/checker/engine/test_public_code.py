@@ -1695,3 +1695,21 @@ class FlattensAllAxes(nn.Module):
 def test_samples_that_attend_to_one_another_are_a_finding_where_no_call_keeps_them_apart() -> None:
     report = verify(FlattensAllAxes)
     assert (report.mistakes, report.findings[0].line is not None) == (("samples_mixed",), True), str(report)
+
+
+class GivesNumbersWhenAsked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, answers: Tensor | None = None, inference: bool = False) -> Tensor:
+        if not inference and answers is None:
+            raise ValueError("there are no answers")
+        return self.head(self.embed(ids)).mean(1).squeeze()
+
+
+def test_a_model_may_need_a_switch_and_give_one_number_for_each_sample() -> None:
+    run = run_model(GivesNumbersWhenAsked(), Sizes(), [], [])
+    assert run is not None
+    assert run.call(run.source, run.target).shape == (2, 1, 1)
+    assert not run.of_samples

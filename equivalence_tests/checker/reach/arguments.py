@@ -88,6 +88,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"^(image|img)_?shape$", lambda s: (3, IMAGE_SIDE, IMAGE_SIDE)),
     (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$", lambda s: PATCH_SIDE),
     (RESOLUTION, lambda s: GRID),
+    (r"kernel_?(size|width|len(gth)?)?$", lambda s: 3),
     (r"^shift_?(size)?$", lambda s: 0),
     (r"relative\w*buckets", lambda s: 32),
     (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),

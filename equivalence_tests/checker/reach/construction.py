@@ -57,6 +57,7 @@ ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re
 
 ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
+PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
 COUNT = re.compile(r"(^|_)num_")
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
@@ -432,7 +433,7 @@ def _may_be_none(target: Any) -> set[str]:
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     """List the classes of the same file, else of what it imports, else of a file beside it, that an argument may want.
 
-    Those that are named most like the target come first.
+    Those that are named most like the target come first, of others those that say that they have torch's formula.
     """
     pattern, name = first_match(argument, PARTS, ""), getattr(target, "__name__", "")
     if not pattern:
@@ -450,4 +451,4 @@ def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     beside = (fitting(names.values()) for names in definitions_beside(target, speaks_of_one))
     parts = parts or next(filter(None, beside), [])
     beginnings = [name[:length] for length in range(1, len(name) + 1)]
-    return sorted(parts, key=lambda x: -sum(map(x.__name__.startswith, beginnings)))
+    return sorted(parts, key=lambda x: (-sum(map(x.__name__.startswith, beginnings)), not PLAIN.search(x.__name__)))

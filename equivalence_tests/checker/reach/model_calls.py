@@ -128,12 +128,13 @@ def run_layer(trial: Trial) -> ModelRun:
 
 
 def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
-    """Run it on what it requires; where it does not run on that, on what it may be trained to give as well."""
+    """Run it on what it requires; where it does not run on that, on what it may be trained on, or with a switch."""
     parameters = parameters_of(module)
     required = {p.name: _role(p) for p in parameters if p.default is p.empty}
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
+    other = [{**required, p.name: f"={not p.default}"} for p in parameters if isinstance(p.default, bool)]
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
-    for roles in itertools.chain([required], ({**required, aim: ""} for aim in aims), conditioned):
+    for roles in itertools.chain([required], ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, errors)
         first = next(runs, None)
         if first is not None:
@@ -180,7 +181,7 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
             given = (), arguments(source, source if target is None else target)
             TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
-                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target"}
+                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target", "=True", "=False"}
                 yield ModelRun(run, source, target, masks, kind, length_first, patch, beside), form is not None
 
 
@@ -217,6 +218,8 @@ def _arguments(
         elif role == "mask" or role in tensors:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
+        elif role.startswith("="):
+            arguments[name] = role == "=True"
         else:
             arguments[name] = _of_samples(role, len(source))
     return arguments
@@ -311,6 +314,7 @@ def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     picked += [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
     picked += [x.transpose(0, 1) if length_first else x for x in all_tokens]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
+    picked += [x[:, None, None] for x in found if x.dim() == 1 and len(x) == batch]  # a number for each sample
     if not picked:
         raise ValueError("no output for each token")
     return picked[0]

@@ -423,6 +423,27 @@ def test_parts_of_one_file_are_not_built_in_one_another_again_and_again(target: 
     assert CountsItsBuilds.builds <= 1000
 
 
+BESIDE = """from torch import nn
+
+class FlowAttention(nn.Module):
+    pass
+
+class FullAttention(nn.Module):
+    pass
+
+class Layer(nn.Module):
+    def __init__(self, attention, kernel_size):
+        super().__init__()
+        self.attention, self.width = attention, kernel_size
+"""
+
+
+def test_of_several_attentions_of_a_file_one_that_says_that_it_is_torchs_is_handed_over(tmp_path: Path) -> None:
+    (tmp_path / "several_of_ours.py").write_text(BESIDE)
+    made, _ = next(build(load(f"{tmp_path / 'several_of_ours.py'}:Layer")))
+    assert (type(made.attention).__name__, made.width) == ("FullAttention", 3)  # an odd kernel keeps the length
+
+
 class RaisesItself(nn.Module):
     """Its own line fails, whatever it is given."""
 
