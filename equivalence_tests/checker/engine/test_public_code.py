@@ -1155,7 +1155,7 @@ class LengthFirst(nn.Module):
 def test_what_wraps_torchs_own_attention_may_take_the_length_first() -> None:
     report = verify(LengthFirst)
     assert report.mistakes == (), str(report)
-    assert ("layout", "(len, batch, features)") in {row[:2] for row in report.conventions}
+    assert ("layer: layout", "(len, batch, features)") in {row[:2] for row in report.conventions}
 
 
 def of_one_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -32,6 +32,10 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "scaled": lambda x, factor: factor * x,
     "spread": lambda x, count: x.repeat_interleave(count, -1),
     "cut": lambda x, axis, start, count: x.narrow(axis, start, count),
+    "exp": torch.exp,
+    "reciprocal": torch.reciprocal,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
 }
 
 

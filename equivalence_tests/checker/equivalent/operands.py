@@ -8,8 +8,9 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part, Source
-from equivalence_tests.checker.engine.watching import storage_of
-from equivalence_tests.checker.equivalent.expressions import Expression, Given, Joined, Learnt, Values, all_of
+from equivalence_tests.checker.engine.same import SINGLE, near
+from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
 from equivalence_tests.checker.equivalent.parameters import Affine
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -80,6 +81,7 @@ class OperandReader:
         self.slices: list[Slice] = list(_slices(watched))
         self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
         self.found: dict[str, Projection] = {}
+        self.gain: Expression | None = None  # what the code learns to multiply the scores of each head by
         self.traced: dict[int, Expression] = {}
         self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 
@@ -104,10 +106,11 @@ class OperandReader:
 
     @property
     def own_places(self) -> Tensor:
-        """The parameter elements that queries and keys are made with."""
+        """The parameter elements that the products of queries and keys are made with."""
         norms = [one.change.norm for one in self.found.values() if one.change.norm is not None]
         parameters = self.watched.parameters
         named = [name for norm in norms for name in (norm.gain, norm.bias) if name]
+        named += [] if self.gain is None else [one.name for one in all_of(self.gain) if isinstance(one, Learnt)]
         gains = [torch.arange(parameters.named[name].numel()) + parameters.start[name] for name in named]
         return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
 
@@ -172,8 +175,18 @@ class OperandReader:
         learnt = {one.name for one in every if isinstance(one, Learnt)}
         found = self.watched.parameters.projection(elements, flat[token], self.watched.tolerance, learnt)
         if found is None:
-            raise UnreadError(f"the {role} is no linear projection of what is handed over")
+            return self._of_module(role, operation, wanted)
         return Projection(found.weight, found.bias, found.factor, tokens=tokens)
+
+    def _of_module(self, role: str, operation: Operation, wanted: Tensor) -> Projection:
+        """Take what a sub-module gives where its matrix is made of several parameters, as with LoRA."""
+        try:
+            made = Tracer(self.watched).read(operation.outputs[0].tensor, self.watched.judgement.attention.first.index)
+        except UnreadError:
+            made = Joined(())
+        if not isinstance(made, Called) or not _is_projection(made, self.values):
+            raise UnreadError(f"the {role} is no linear projection of what is handed over")
+        return Projection(feature_of(wanted), None, tokens=made)
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""
@@ -187,6 +200,22 @@ class OperandReader:
         """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
             return tokens(self.values).flatten(0, -2).double()
+
+
+def _is_projection(one: Called, values: Values) -> bool:
+    """Whether a sub-module projects each token by itself, whatever its matrix is made of."""
+    if one.transposed or len(one.inner) > 1:
+        return False
+
+    def projected(x: Tensor) -> Tensor:
+        return values.called(one.path, (x,), dict(one.numbers))
+
+    with torch.no_grad():
+        x = one.inner[0](values)
+        y = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype)
+        ends = torch.cat([projected(y[:, :1]), projected(y[:, -1:])], 1)
+        apart = projected(x + y) - projected(y), projected(x) - projected(torch.zeros_like(x))
+        return near(*apart, SINGLE) and near(ends, projected(y)[:, [0, -1]], SINGLE)
 
 
 def first_alike(weight: Tensor) -> Tensor:

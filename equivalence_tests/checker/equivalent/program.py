@@ -44,6 +44,7 @@ class Program:
         cap: Of a tanh, or a clamp, that holds the scores; 0 if there is none.
         mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
         cuts: Whether it is a clamp.
+        gain: What the scores of each head are multiplied by as well, where that is learnt; None for nothing.
     """
 
     query: Projection
@@ -55,6 +56,7 @@ class Program:
     cap: float = 0.0
     mask_replaces: bool = False
     cuts: bool = False
+    gain: Expression | None = None
 
     def __call__(
         self,
@@ -81,15 +83,19 @@ class Program:
 
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
-        query, key, value = self.query(values), self.key(values), self.value(values)
+        query, key, value = self._scaled_queries(values), self.key(values), self.value(values)
         if self.cap:
             return self.scores(values, may_attend).softmax(-1) @ value
         bias = self._added(query, key, values.parameters, may_attend)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
 
+    def _scaled_queries(self, values: Values) -> Tensor:
+        query = self.query(values)
+        return query if self.gain is None else query * self.gain(values).reshape(-1, 1, 1)
+
     def products(self, values: Values) -> Tensor:
         """Give the scores before anything is added to them, (b, h, q, k)."""
-        scores = self.scale * self.query(values) @ self.key(values).mT
+        scores = self.scale * self._scaled_queries(values) @ self.key(values).mT
         if self.cuts:
             return scores.clamp(-self.cap, self.cap)
         return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
@@ -130,7 +136,9 @@ class Program:
         out = self.output.bias is not None and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
-        bias = not self.cap and not self.mask_replaces and (self.bias.is_none or self.bias.is_causal)
+        bias = (
+            not self.cap and not self.mask_replaces and self.gain is None and (self.bias.is_none or self.bias.is_causal)
+        )
         return whole and out and bias and as_they_are and self.output.around == Attended()
 
     @property
@@ -149,6 +157,7 @@ class Program:
             yield from evidence.steps(tokens, "project")
         yield from self._of_operands()
         yield from self._of_scores(parameters)
+        yield from () if self.gain is None else evidence.steps(self.gain, "scale")
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
@@ -168,7 +177,7 @@ class Program:
             return replace(self, output=replace(self.output, factor=1.0))
         if stage in ("scale", "cap"):
             usual = self.query.weight.size(1) ** -0.5 / self.query.number / self.key.number
-            return replace(self, scale=usual) if stage == "scale" else replace(self, cap=0.0)
+            return replace(self, scale=usual, gain=None) if stage == "scale" else replace(self, cap=0.0)
         if stage == "scores":
             return replace(self, bias=Bias(self.bias.visible))
         return replace(self, bias=replace(self.bias, visible=Visible())) if stage == "mask" else self
@@ -215,7 +224,7 @@ class Program:
 
     def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
-        bare = [role for role, one in self.roles if one.bias is None]
+        bare = [role for role, one in self.roles if one.bias is None and not isinstance(one.tokens, Called)]
         further = {name for name, x in parameters.named.items() if x.dim() > 1} - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
             why = "" if module is None or further else "the module holds no matrix that could"

@@ -1,6 +1,9 @@
 """Read somebody's attention into a program."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +12,17 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
+from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Examination
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
 from equivalence_tests.checker.equivalent.ending import EndReader, Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Values
+from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, Values, all_of
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
 from equivalence_tests.checker.equivalent.parameters import snapped
 from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
 
@@ -52,7 +59,9 @@ def _read(watched: Watched) -> tuple[Program, float]:
     why = UnreadError("")
     for scale, bias in _scores(reader, three, watched.values):
         cap, bound = _cap(watched.judgement), _bound(watched)
-        program = Program(three[0], three[1], three[2], scale, bias, NOTHING, cap or bound, cuts=bool(bound))
+        program = Program(
+            three[0], three[1], three[2], scale, bias, NOTHING, cap or bound, cuts=bool(bound), gain=reader.gain
+        )
         with torch.no_grad():
             averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
         try:
@@ -77,13 +86,37 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
         return [(usual, Bias()), (usual, Bias(Visible(0)))]
     if not any(model.has_choice for model in models):  # one key each: its weight is 1
         return [(usual, Bias())]
-    factors = torch.tensor([_factor(model) for model in models if model.has_choice])
+    reader.gain = _gain(reader)
+    factors = torch.cat([_factors(model, reader, part) for model, part in zip(models, attention.parts, strict=False)])
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
     measured = float(factors[0])
     if any(model.cap for model in models) and abs(measured / usual - 1) <= 1e-6:  # read off a tanh
         measured = usual
     return [(_scale(measured, usual, reader.watched), read_bias(reader, lengths))]
+
+
+def _gain(reader: OperandReader) -> Expression | None:
+    """What the code learns to multiply all scores by, or those of each head; None for nothing."""
+    watched, found = reader.watched, list[Expression]()
+    for operation, one in _multiplied_by(reader):
+        with suppress(UnreadError):  # else it is no parameter, and may be a number
+            made = Tracer(watched).read(one, operation.index)
+            named = [watched.parameters.named[x.name] for x in all_of(made) if isinstance(x, Learnt)]
+            if any(x.requires_grad for x in named):
+                found.append(made if operation.name == "mul" else Made("reciprocal", (made,)))
+    return functools.reduce(lambda one, other: Made("product", (one, other)), found) if found else None
+
+
+def _multiplied_by(reader: OperandReader) -> Iterator[tuple[Operation, Tensor]]:
+    """List the tensors that the scores are multiplied or divided by before the softmax: one number, or one a head."""
+    watched, run = reader.watched, reader.watched.found.run
+    steps = (operation for operation, _, _ in reader.slices[0].part.steps(run))
+    for operation in itertools.takewhile(lambda one: one.name not in SOFTMAXES, steps):
+        pairs = zip(watched.operations[operation.index].inputs, run.names.before[operation.index], strict=True)
+        others = [slot.tensor for slot, codes in pairs if codes is None]
+        if operation.name in ("mul", "div") and [x.numel() in (1, len(reader.heads)) for x in others] == [True]:
+            yield operation, others[0]
 
 
 def _scale(measured: float, usual: float, watched: Watched) -> float:
@@ -115,12 +148,20 @@ def _bound(watched: Watched) -> float:
     return next((float(high) for low, high in ends if low and high and low == -high), 0.0)
 
 
-def _factor(model: WeightsModel) -> float:
+def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
+    """What the scores of each head of a part are multiplied by, beside what is learnt; none where nothing is chosen."""
+    if not model.has_choice:
+        return torch.zeros(0)
     if model.kind != "softmax" or model.axis != "keys":
         raise UnreadError(f"its weights are no softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
-    if model.by_head is not None or bool(model.replaced.any()):
-        raise UnreadError("its scores are replaced, or multiplied by a number of each head")
-    return model.factor
+    if bool(model.replaced.any()):
+        raise UnreadError("its scores are replaced")
+    factors = torch.full_like(model.bias, model.factor) if model.by_head is None else model.by_head
+    laid = part.product.contraction.result(factors)
+    heads = {reader.heads.index(one.head): laid[one.number].flatten()[0] for one in reader.slices if one.part is part}
+    with torch.no_grad():
+        gain = torch.ones(1) if reader.gain is None else reader.gain(reader.values).flatten()
+    return torch.stack([number / gain[head % len(gain)] for head, number in heads.items()])
 
 
 def plain_layout(output: Callable[[Any], Tensor]) -> Layout:

@@ -190,7 +190,8 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
             break
     if not found:
         raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
-    return min(found, key=lambda one: one[0])[1]
+    near = 10 * min(gap for gap, _ in found)  # of several that differ by rounding, the one without a number beside it
+    return min((one for one in found if one[0] <= near), key=lambda one: (one[1].factor != 1.0, one[0]))[1]
 
 
 def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched) -> tuple[float, Change] | None:

@@ -478,6 +478,77 @@ def test_streams_side_by_side_are_a_step_and_the_parameters_as_they_came_are_com
     assert "the parameters as they came" in report.equivalent.compared
 
 
+class LearnsItsScale(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) / self.temperature.clamp(min=0.5)
+
+
+class LearnsAScaleOfEachHead(LearnsItsScale):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.temperature = nn.Parameter(torch.linspace(0.2, 2.0, heads)[:, None, None])
+
+
+class LowRank(nn.Linear):
+    """Adds a product of two narrow matrices to its own, as LoRA does."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__(dim, width)
+        self.down, self.up = nn.Parameter(torch.randn(dim, 2)), nn.Parameter(torch.randn(2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bent(x @ self.down) @ self.up
+
+    def bent(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Adapted(Base):
+    projects: type[LowRank] = LowRank
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.qkv = self.projects(dim, 3 * dim)
+        del self.q, self.k, self.v
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.split(one) for one in self.qkv(x).chunk(3, -1))
+        return q, k, v
+
+
+class AdaptedAndBent(Adapted):
+    projects = type("Bent", (LowRank,), {"bent": lambda self, x: x.relu()})
+
+
+class AdaptedByTheMean(Adapted):
+    projects = type("OfTheMean", (LowRank,), {"bent": lambda self, x: x + x.mean(1, keepdim=True)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (LearnsItsScale, "torch.reciprocal(torch.clamp_min(self.temperature, 0.5))"),
+        (LearnsAScaleOfEachHead, "torch.reciprocal(torch.clamp_min(self.temperature, 0.5))"),
+        (Adapted, f"key = self.qkv(x)[..., {WIDTH}:{2 * WIDTH}]"),
+    ],
+)
+def test_scales_that_are_learnt_and_matrices_of_several_parameters_are_steps(kind: type[nn.Module], step: str) -> None:
+    report = verify(kind)
+    assert report.verdict == "equal", str(report)
+    assert report.intended, "what torch's formula does not have is listed"
+    assert report.equivalent is not None
+    assert step in report.equivalent.source, report.equivalent.source
+
+
+@pytest.mark.parametrize("kind", [AdaptedAndBent, AdaptedByTheMean])
+def test_a_sub_module_that_is_no_matrix_projects_nothing(kind: type[nn.Module]) -> None:
+    assert verify(kind).verdict == "unchecked"
+
+
 def test_nan_is_no_agreement() -> None:
     assert difference_of(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
     assert difference_of(torch.zeros(2), torch.zeros(3)) == math.inf

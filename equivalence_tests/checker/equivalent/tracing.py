@@ -28,6 +28,7 @@ from equivalence_tests.checker.reporting.lines import code_lines
 
 PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
 CUTS = words("getitem narrow select split chunk unbind")
+OF_LEARNT = words("exp clamp clip")
 MOST = 64  # steps, after which it is given up
 
 
@@ -119,6 +120,8 @@ class Tracer:
             number = next(x for x in args if isinstance(x, int | float))
             factor = float(number) if name == "mul" else 1.0 / number
             return Made("scaled", (self.read(inputs[0], operation.index),), (factor,))
+        if name in OF_LEARNT and len(inputs) == 1 and (made := self._of_learnt(operation, inputs[0])) is not None:
+            return made
         if name in ACTIVATIONS and len(inputs) == 1:
             return Made(name, (self.read(inputs[0], operation.index),))
         if name in ("cat", "concat") and (parts := self._joined(tensor, inputs, operation.index)) is not None:
@@ -132,6 +135,18 @@ class Tracer:
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
+
+    def _of_learnt(self, operation: Operation, x: Tensor) -> Expression | None:
+        """What a scale that is learnt goes through; None where it is made of anything else."""
+        found = self.read(x, operation.index)
+        if not all(isinstance(one, Learnt | Made) for one in all_of(found)):
+            return None
+        if operation.name == "exp":
+            return Made("exp", (found,))
+        for place, end in enumerate(("min", "max"), start=1):
+            number = operation.argument(place, end)
+            found = found if number is None else Made(f"clamp_{end}", (found,), (number,))
+        return found
 
     def _joined(self, tensor: Tensor, inputs: list[Tensor], before: int) -> Expression | None:
         """Tokens side by side; None where it is features that are joined."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.expressions import Values
+from equivalence_tests.checker.equivalent.expressions import Called, Values
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
@@ -206,6 +206,8 @@ class AttentionWriter:
         yield from self._inward()
         for role, one in program.roles:
             yield from self._operand(role, one)
+        if program.gain is not None:
+            yield f"query = query * {bracketed(program.gain(self.values))}.reshape(-1, 1, 1)  # a number for each head"
         bias = list(self._score_bias())
         yield from bias
         width = program.query.weight.size(1)
@@ -224,7 +226,8 @@ class AttentionWriter:
         heads, own, weight, bias = _grouped(one)
         tokens = bracketed(one.tokens(self.values))
         if bias is None:
-            yield f"{role} = {self._features(tokens, weight)}"
+            packed = sum(other.tokens == one.tokens for _, other in self.program.roles) > 1
+            yield f"{role} = {self._features(tokens, weight, packed and isinstance(one.tokens, Called))}"
         else:
             self.writer.linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
             yield f"{role} = self.{role}_proj({one.tokens(self.values)}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
@@ -237,9 +240,12 @@ class AttentionWriter:
         if heads is not None:
             yield f"{role} = {role}[:, {heads}]  # which heads share it"
 
-    def _features(self, tokens: str, weight: Tensor) -> str:
+    def _features(self, tokens: str, weight: Tensor, packed: bool) -> str:
+        """Take some features of the tokens, which may be packed with those of the other operands, apart into heads."""
         heads, width = weight.shape
-        if torch.equal(weight.flatten(), torch.arange(heads * width)):
+        first = int(weight.flatten()[0])
+        if torch.equal(weight.flatten(), first + torch.arange(heads * width)) and (packed or first == 0):
+            tokens = f"{tokens}[..., {first}:{first + heads * width}]" if packed else tokens
             wide = width if self.module is not None else -1  # a function takes any
             return f"{tokens}.unflatten(-1, ({heads}, {wide})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"

@@ -368,6 +368,7 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
     found = [index for index, x in enumerate(tensors or ()) if _is_output(x, trial, inputs)]
+    found = [index for index in found if _follows(trial, index)]
     if tensors is not None and not found:
         errors.append(f"{NO_OUTPUT}, but {[tuple(x.shape) for x in tensors]}")
     TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if found else errors[-1])
@@ -376,6 +377,14 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     assert tensors is not None
     output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
     return replace(trial, plan=replace(trial.plan, output=output))
+
+
+def _follows(trial: Trial, index: int) -> bool:
+    """Whether an output has the batch and the length of what is handed over at other sizes, too, if these are taken."""
+    other = replace(trial, sizes=replace(trial.sizes, batch=trial.sizes.batch + 1))
+    inputs = other.inputs(trial.sizes.query_len + 2, trial.sizes.key_len + 2, seed=2)
+    tensors = attempt(lambda: other.tensors(inputs))
+    return tensors is None or (index < len(tensors) and _is_output(tensors[index], other, inputs))
 
 
 def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
