@@ -32,9 +32,11 @@ def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Modu
 
 
 def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
-    """The line that makes the number or the mask which a module keeps, and which is used as it is and wrong."""
-    if module is None or departure.operation is None or departure.stage not in MADE:
+    """The line that makes the mask of a call, or the number or mask which a module keeps, that is used and wrong."""
+    if departure.operation is None or departure.stage not in MADE:
         return ()
+    if (built := _built_in_call(departure)) or module is None:
+        return built
     owner, line = module.get_submodule(departure.operation.place), linecache.getline(*departure.lines[0][:2])
     wrong = (name for name in re.findall(r"self\.(\w+)", line) if _is_wrong(departure, getattr(owner, name, None)))
     pattern = next((MADE[departure.stage].format(name) for name in wrong), "")
@@ -42,6 +44,17 @@ def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
     lines, start = source_lines(made)
     found = [n for n, text in enumerate(lines, start) if pattern and re.search(pattern, text)]
     return ((inspect.getsourcefile(made) or "", found[0], "__init__"),) if len(found) == 1 else ()
+
+
+def _built_in_call(departure: Departure) -> Frames:
+    """The line of a call that makes a causal mask that is off by one."""
+    operation, graph = departure.operation, departure.seen_in[0].run.graph if departure.seen_in is not None else None
+    if operation is None or graph is None or operation not in graph.operations:
+        return ()
+    given = (graph.ancestors(slot, operation.index, lambda maker: maker.inputs) for slot in operation.inputs)
+    makers = (one for ancestors in given for one in ancestors if one.name in ("tril", "triu"))
+    wrong = (one.frames[:1] for one in makers if triangle_of(one.outputs[0].value) in OFF_BY_ONE)
+    return next((frames for frames in wrong if frames != departure.lines[:1]), ())
 
 
 def _is_wrong(departure: Departure, kept: object) -> bool:

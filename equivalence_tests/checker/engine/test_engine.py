@@ -312,7 +312,7 @@ WRONG = (
     (RollsKeys, "", "v.roll(1, 2)"),
     (TakesSizes, "query_changed_by_abs", "q.abs()"),
     (SquaresContext, "changed_by_relu", "context.relu()"),
-    (SeesNext, "causal_sees_one_ahead", "masked_fill"),
+    (SeesNext, "causal_sees_one_ahead", "triu("),
     (NormsQueriesOnly, "keys_not_normalised", ""),
     (ForgetsLastKey, "", "k[:, :, :-1]"),
     (CrashesOnOtherLengths, "", ""),

@@ -1713,3 +1713,21 @@ def test_a_model_may_need_a_switch_and_give_one_number_for_each_sample() -> None
     assert run is not None
     assert run.call(run.source, run.target).shape == (2, 1, 1)
     assert not run.of_samples
+
+
+class SeesOneAhead(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.packed = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.packed(x).chunk(3, -1)
+        allowed = torch.ones(x.size(1), x.size(1)).tril(1)
+        scores = query @ key.mT / math.sqrt(x.size(-1))
+        return scores.masked_fill(allowed == 0, -math.inf).softmax(-1) @ value
+
+
+def test_a_mask_of_the_call_is_blamed_where_it_is_made() -> None:
+    (finding,) = verify(SeesOneAhead).findings
+    lines = [line.text.partition(" ")[0] for line in finding.stack]
+    assert (finding.name, lines) == ("causal_sees_one_ahead", ["return", "allowed"])
