@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.contracts.operands import falls_twice_as_fast
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, TABLE
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
 from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.reach.angles import base_of
 from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.fixed import nodes_in
 from equivalence_tests.checker.reach.proposing import parameters_of
 
 CAP = re.compile(r"cap|clip|clamp", re.IGNORECASE)
@@ -60,6 +63,18 @@ class Conventions:
         if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
             place = _first_step(self.judgement, rotated[0])
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
+            run, base = self.judgement.attention.run, base_of(self.module)
+            files = {
+                frame[0]
+                for operation, _, _ in rotated[0].steps(run)
+                for frame in operation.frames
+                if frame[0].endswith(".py")
+            }
+            stated = any(getattr(node, "value", 0) == base**2 for file in files for node in nodes_in(file))
+            if not stated and falls_twice_as_fast(run, rotated[0], base):
+                claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
+                yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
+                return
             yield Departure(
                 "rotary_positions", "rotary", place, evidence=f"queries and keys are rotated by the same angles{paired}"
             )

@@ -1705,7 +1705,7 @@ class GivesNumbersWhenAsked(nn.Module):
     def forward(self, ids: Tensor, answers: Tensor | None = None, inference: bool = False) -> Tensor:
         if not inference and answers is None:
             raise ValueError("there are no answers")
-        return self.head(self.embed(ids)).mean(1).squeeze()
+        return self.head(self.embed(ids)[:, 0]).squeeze()
 
 
 def test_a_model_may_need_a_switch_and_give_one_number_for_each_sample() -> None:
@@ -1731,3 +1731,60 @@ def test_a_mask_of_the_call_is_blamed_where_it_is_made() -> None:
     (finding,) = verify(SeesOneAhead).findings
     lines = [line.text.partition(" ")[0] for line in finding.stack]
     assert (finding.name, lines) == ("causal_sees_one_ahead", ["return", "allowed"])
+
+
+class WritesItsRotation(nn.Module):
+    """Rotates pairs by writing them, one after the other, into memory of their own."""
+
+    times, base = 1, 10000.0
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.theta = n_heads, self.base
+        self.packed, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        steps = self.base ** (-self.times * torch.arange(0, dim // n_heads, 2).double() / (dim // n_heads))
+        self.register_buffer("cos", torch.outer(torch.arange(64.0), steps).cos(), persistent=False)
+        self.register_buffer("sin", torch.outer(torch.arange(64.0), steps).sin(), persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        cos, sin, out = self.cos[: x.size(2)], self.sin[: x.size(2)], torch.empty_like(x)
+        out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
+        out[..., 1::2] = x[..., 0::2] * sin + x[..., 1::2] * cos
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class CountsItsEvenIndicesTwice(WritesItsRotation):
+    times = 2
+
+
+class HasAVeryGreatBase(WritesItsRotation):
+    base = 10.0**8
+
+
+class WritesInALayer(nn.Module):
+    def __init__(self, dim: int, n_heads: int, attention: type[nn.Module] = WritesItsRotation) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.norm2 = attention(dim, n_heads), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_an_exponent_that_holds_its_factor_twice_is_named() -> None:
+    assert verify(lambda: CountsItsEvenIndicesTwice(36, 3)).mistakes == ("position_exponent_wrong",)
+
+
+@pytest.mark.thorough
+def test_what_writes_a_rotation_is_written_in_torchs_parts() -> None:
+    layer = verify(lambda: WritesInALayer(60, 6))
+    assert (layer.verdict, layer.intended[0].name) == ("equal", "rotary_positions"), str(layer)
+    assert verify(lambda: HasAVeryGreatBase(60, 6)).mistakes == ()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from equivalence_tests.checker.engine.watching import HOLE, Operation
 from equivalence_tests.checker.equivalent.texts import Code, call_text
+from equivalence_tests.checker.equivalent.texts import text as written
 from equivalence_tests.checker.equivalent.unread import UnreadError
 
 # What makes one mask of two: either alone is the whole.
@@ -73,7 +74,7 @@ class Scope:
         needed, kept = set(wanted), list[str]()
         for names, text, takes in reversed(self.lines):
             if needed & set(names):
-                kept.append(f"{', '.join(names)} = {text}")
+                kept += [*text.splitlines()[:0:-1], f"{', '.join(names)} = {text.splitlines()[0]}"]
                 needed |= takes
         return kept[::-1]
 
@@ -82,7 +83,12 @@ class Scope:
         leaves, given = [], iter(names)
         for a, b in zip(one.skeleton, other.skeleton, strict=True):
             leaves.append(Code(next(given)) if a is HOLE else self.written(a, b))
-        text = call_text(one.function, one.name, *tree_unflatten(leaves, one.spec))
+        args, kwargs = tree_unflatten(leaves, one.spec)
+        if one.name == "setitem":  # what is written into may be read before, too
+            name = f"h{self.count + 1}"
+            text = f"{args[0]}.clone()\n{Code(name)[args[1]]} = {written(args[2])}"
+        else:
+            text = call_text(one.function, one.name, args, kwargs)
         hidden = [*dict.fromkeys(name for name in names if name in self.maybe)]
         seen = [name for name in names if name not in self.maybe]
         if len(hidden) == 2 and not seen and one.name in JOINS:

@@ -193,6 +193,21 @@ def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> list[float]:
     return shares
 
 
+def falls_twice_as_fast(run: Run, operand: Operand, base: float) -> bool:
+    """Whether the angles of all pairs of a rotation fall as base ** (-4 i / d): the exponent has its factor twice."""
+    apart, width = operand.pairs.apart if operand.pairs is not None else 0, operand.codes.size(-1)
+    pairs, first = range(width // 2), slice(None, 2)  # of the first two tokens
+    if len(pairs) < 4 or width % 2 or apart not in (1, width // 2):
+        return False
+    for pair in (pairs[0], pairs[1], pairs[2], pairs[-1]):
+        place = 2 * pair if apart == 1 else pair
+        shares = _share_of(run, operand, place).reshape(*operand.codes.shape)
+        angle = torch.atan2(shares[..., first, place + apart], shares[..., first, place]).diff(dim=-1).abs()
+        if not torch.allclose(angle, torch.full_like(angle, base ** (-4 * pair / width)), rtol=1e-3, atol=0):
+            return False
+    return True
+
+
 def _rotated_backwards(run: Run, operand: Operand) -> bool:
     """Whether all pairs whose direction is clear are rotated backwards; learnt angles go either way."""
     paired = operand.pairs
