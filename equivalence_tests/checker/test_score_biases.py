@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.equivalent.biases import Bias
 
 
 class Distant(nn.Module):
@@ -167,6 +168,23 @@ class Near(Distant):
         return torch.zeros_like(far, dtype=x.dtype).masked_fill(far, -math.inf)
 
 
+class MetByQueries(Distant):
+    """Right: queries meet a vector for each distance (Shaw)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.distances = nn.Embedding(21, dim // heads)
+
+    def rows(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1))
+        return self.distances((position[:, None] - position).clamp(-10, 10) + 10)
+
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        met = torch.einsum("bhid,ijd->bhij", q, self.rows(x))
+        return ((q @ k.mT + met) * self.scale(q)).softmax(-1)
+
+
 @pytest.mark.parametrize("right", [Distant, Table, Fused, RightSide])
 def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
     report = verify(right)
@@ -191,6 +209,22 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
 def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:
     report = verify(broken)
     assert report.mistakes == (name,), str(report)
+
+
+def test_queries_may_meet_a_vector_for_each_distance() -> None:
+    module, x = MetByQueries(12, 3).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    report = verify(module)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert torch.allclose(report.equivalent.of(module)(x), module(x), atol=1e-12)
+    assert "distances.weight, a vector for each distance" in " ".join(str(report).split())
+
+
+def test_rows_that_are_not_shifted_are_of_no_distance() -> None:
+    position = torch.arange(5)
+    distance, place = position[:, None] - position + 4, position.expand(5, 5)
+    assert Bias(met=distance.expand(3, 5, 5)[..., None]).is_of_distance
+    assert not Bias(met=place.expand(3, 5, 5)[..., None]).is_of_distance
 
 
 def test_what_is_added_to_weights_has_its_line() -> None:

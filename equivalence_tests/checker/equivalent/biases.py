@@ -1,7 +1,7 @@
 """What is added to the scores, and what is hidden: a causal mask, a window, slopes, a table that is learnt."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.equivalent.operands import OperandReader, Slice
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Parameters, paired
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import places_in
+from equivalence_tests.checker.equivalent.watched import EXACT, places_in
 
 CLOSE = 1e-6
 
@@ -69,6 +69,7 @@ class Bias:
         table: Which parameter element is added, (h, q, k); None for none.
         factor: What the elements of the table are multiplied by.
         given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
+        met: Which parameter elements the queries are multiplied by, (h, q, k, d), as by a vector for each distance.
     """
 
     visible: Visible = Visible()
@@ -76,9 +77,11 @@ class Bias:
     table: Tensor | None = None
     factor: float = 1.0
     given: Tensor | None = None
+    met: Tensor | None = None
 
-    def __call__(self, query_len: int, key_len: int, parameters: Parameters) -> Tensor | None:
-        """Give what is added, (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
+    def __call__(self, query: Tensor, key_len: int, parameters: Parameters) -> Tensor | None:
+        """Give what is added for queries (b, h, q, d): (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
+        query_len = query.size(-2)
         if self.given is not None:
             if self.given.shape[-2:] != (query_len, key_len):
                 raise UnreadError("what a mask adds was read for one length only")
@@ -92,17 +95,34 @@ class Bias:
             if self.table.shape[-2:] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
             bias = bias + self.factor * parameters.taken(self.table)
+        if self.met is not None:
+            if self.met.shape[1:3] != (query_len, key_len):
+                raise UnreadError("what is added to the scores was read for one length only")
+            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", query, parameters.taken(self.met))
         return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
 
     @property
     def is_none(self) -> bool:
         """Whether nothing is added and nothing hidden."""
-        return self.visible.is_everything and self.slopes is None and self.table is None and self.given is None
+        return self.visible.is_everything and self._adds_nothing
 
     @property
     def is_causal(self) -> bool:
         """Whether it hides the future, and that is all."""
-        return self.visible == Visible(0) and self.slopes is None and self.table is None and self.given is None
+        return self.visible == Visible(0) and self._adds_nothing
+
+    @property
+    def _adds_nothing(self) -> bool:
+        return all(x is None for x in (self.slopes, self.table, self.given, self.met))
+
+    @property
+    def is_of_distance(self) -> bool:
+        """Whether the queries meet one vector for each distance."""
+        if self.met is None:
+            return False
+        rows, gap = self.met[..., 0], torch.arange(self.met.size(1))[:, None] - torch.arange(self.met.size(2))
+        alike = (row[(gap == one) & (row >= 0)].unique() for row in rows for one in gap.unique())
+        return all(len(found) < 2 for found in alike)
 
     @property
     def is_alibi(self) -> bool:
@@ -141,10 +161,11 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
 
     every = _laid_out(reader, lengths, added)
     every = torch.where(every.isnan(), -torch.inf, every)
-    if not all(torch.allclose(every[0], one, atol=CLOSE) for one in every):
-        return Bias(given=every)
     bias, hidden = every[0], every[0].isinf()
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
+    if not all(torch.allclose(every[0], one, atol=CLOSE) for one in every):
+        met = _met(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
+        return Bias(given=every) if met is None else Bias(_visible(hidden, gap), factor=met[1], met=met[0])
     visible = _visible(hidden, gap)
     if float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
         return Bias(visible)
@@ -210,6 +231,38 @@ def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
 
 def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tuple[Tensor, float]:
     """Find for each score which parameter element is added, (h, q, k), and what it is multiplied by."""
+    places, factors = torch.full(seen.shape, -1), set[float]()
+    for at, found, numbers in _gradients(reader, lengths, seen):
+        if len(found) != 1:
+            raise UnreadError("what is added to the scores is no element of a table")
+        places[at] = int(found)
+        factors.add(round(float(numbers), 9))
+    if len(factors) != 1:
+        raise UnreadError("the elements of a table are multiplied by different numbers")
+    return places, factors.pop()
+
+
+def _met(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tuple[Tensor, float] | None:
+    """Find for each score which parameter elements its query meets, (h, q, k, d), and the factor; None if none."""
+    query = reader.found["query"](reader.values)[0].detach()
+    places, factors = torch.full((*seen.shape, query.size(-1)), -1), list[float]()
+    for at, found, numbers in _gradients(reader, lengths, seen):
+        features = query[at[:2]]
+        both = (paired(found[None], numbers[None], features, sign, EXACT) for sign in (1.0, -1.0))
+        one = next((x for x in both if x is not None), None) if len(found) == len(features) else None
+        if one is None:
+            return None
+        places[at] = one.weight[0]
+        factors.append(one.factor)
+    usual = (1.0, query.size(-1) ** -0.5, factors[0])
+    factor = next(x for x in usual if abs(factors[0] / x - 1) < EXACT)
+    return (places, factor) if all(abs(x / factor - 1) < EXACT for x in factors) else None
+
+
+def _gradients(
+    reader: OperandReader, lengths: tuple[int, int], seen: Tensor
+) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
+    """Give for each score of the first sample its place, the parameter elements of no projection, and gradients."""
     own, taken = reader.own_places, {one.part.number: one.part for one in reader.slices}
     inputs = {number: _into_softmax(reader, part) for number, part in taken.items()}
     starts = dict(zip(inputs, itertools.accumulate(map(len, inputs.values()), initial=0), strict=False))
@@ -220,17 +273,10 @@ def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tu
 
     laid = _laid_out(reader, lengths, numbered)
     first = torch.where(laid.isnan(), torch.inf, laid).amin(0)
-    places, factors = torch.full(seen.shape, -1), set[float]()
     for at in map(tuple, seen.nonzero().tolist()):
         found, numbers = reader.watched.parameters.gradient(elements[int(first[at])])
         kept = ~torch.isin(found, own)
-        if int(kept.sum()) != 1:
-            raise UnreadError("what is added to the scores is no element of a table")
-        places[at] = int(found[kept])
-        factors.add(round(float(numbers[kept]), 9))
-    if len(factors) != 1:
-        raise UnreadError("the elements of a table are multiplied by different numbers")
-    return places, factors.pop()
+        yield at, found[kept], numbers[kept]
 
 
 def _into_softmax(reader: OperandReader, part: Part) -> Tensor:

@@ -127,7 +127,7 @@ class Parameters:
         if not torch.equal(row.long(), counts.repeat_interleave(width)):
             return None
         places, numbers = places[order].view(-1, width), numbers[order].view(-1, width)
-        both = (_paired(places, numbers, features, sign, tolerance) for sign in (1.0, -1.0))
+        both = (paired(places, numbers, features, sign, tolerance) for sign in (1.0, -1.0))
         return next((one for one in both if one is not None and self._gives(one, features, elements, tolerance)), None)
 
     def _gives(self, found: Affine, features: Tensor, elements: Tensor, tolerance: float) -> bool:
@@ -142,7 +142,7 @@ def snapped(measured: float, exact: float, tolerance: float) -> float:
     return exact if abs(measured - exact) <= 1e-2 * tolerance * abs(exact) else measured
 
 
-def _paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:
+def paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:
     """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias.
 
     Args:

@@ -111,7 +111,7 @@ class Program:
         """Give what is added to the scores; None for nothing."""
         replaced = self.mask_replaces and may_attend is not None
         own = replace(self.bias, visible=Visible()) if replaced else self.bias
-        bias = own(query.size(-2), key.size(-2), parameters)
+        bias = own(query, key.size(-2), parameters)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
@@ -272,6 +272,11 @@ class Program:
         if self.bias.table is not None:
             name = parameters.name_at(int(self.bias.table.max()))
             yield Step(f"{name} is added to the scores", f"the parameter {name}", "scores")
+        if self.bias.met is not None:
+            name = parameters.name_at(int(self.bias.met.max()))
+            said = f"the parameter {name}, a vector for each distance" if self.bias.is_of_distance else ""
+            stage = "scores" if said else "again"  # that a parameter takes part says nothing for where
+            yield Step(f"what the queries and {name} say together is added to the scores", said, stage)
         if self.bias.given is not None:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:

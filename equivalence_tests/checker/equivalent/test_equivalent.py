@@ -588,7 +588,7 @@ def test_rows_of_parameters_are_written_as_python(shape: tuple[int, ...], places
     ],
 )
 def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:
-    bias = Bias(visible)(2, 3, Parameters({}))
+    bias = Bias(visible)(torch.zeros(1, 1, 2, 4), 3, Parameters({}))
     assert bias is not None
     assert (~bias[0].isinf()).int().tolist() == seen
 

@@ -311,6 +311,9 @@ class AttentionWriter:
             yield f"bias = bias - torch.tensor({bias.slopes.tolist()}).to(bias)[:, None, None] * distance.abs()"
         if bias.table is not None:
             yield f"bias = bias + {bias.factor!r} * {self._table(bias.table)}"
+        if bias.met is not None:
+            yield f"met = {self._rows(bias.met)}  # a vector for each query and key"
+            yield f"bias = bias + {bias.factor!r} * torch.einsum('bhqd,hqkd->bhqk', query, met)"
         if bias.visible.least is not None:
             yield f"bias = bias.masked_fill(distance < {bias.visible.least}, -torch.inf)"
         if bias.visible.most is not None:
@@ -323,6 +326,14 @@ class AttentionWriter:
         name = self.parameters.name_at(int(places.max()))
         index = (places - self.parameters.start[name]).clamp_min(0)
         return f"{self.writer.parameter(name)}.flatten()[{index_of(index)}]"
+
+    def _rows(self, places: Tensor) -> str:
+        name, width = self.parameters.name_at(int(places.max())), places.size(-1)
+        index = (places - self.parameters.start[name]).clamp_min(0)
+        first = index[..., :1] // width
+        if not torch.equal(index, torch.where(places < 0, 0, first * width + torch.arange(width))):
+            raise UnreadError("vectors that lie across a table cannot be written down")
+        return f"{self.writer.parameter(name)}.reshape(-1, {width})[{index_of(first[..., 0])}]"
 
     def _projected(self) -> str:
         output = self.program.output
