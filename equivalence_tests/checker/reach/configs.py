@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import CONFIG, Sizes, value_for
+from equivalence_tests.checker.reach.arguments import AMBIGUOUS, CONFIG, Sizes, first_match, value_for
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
 
@@ -30,10 +30,13 @@ class ImitatedConfig:
         sizes: What it answers.
         optional: Names to which it answers None where they say no size.
         nested: Whether it answers itself to names that say nothing, as a section, and knows what is often absent.
+        otherwise: Whether a name that means one thing here and another there means the other.
     """
 
-    def __init__(self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False) -> None:
-        self._sizes, self._optional, self._nested = sizes, optional, nested
+    def __init__(
+        self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False, otherwise: bool = False
+    ) -> None:
+        self._sizes, self._optional, self._nested, self._otherwise = sizes, optional, nested, otherwise
         self._answers, self._is_subscripted = dict[str, Any](), False
         self._answered = dict[str, Any]()
 
@@ -52,6 +55,8 @@ class ImitatedConfig:
             return self
         absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
         known, value = (False, None) if absent else value_for(name, self._sizes)
+        if self._otherwise and (ambiguous := first_match(name, AMBIGUOUS, None)):
+            value = next(iter(x for x in ambiguous(self._sizes) if x != value), value)
         if not known and name in self._optional:
             return None
         if absent:

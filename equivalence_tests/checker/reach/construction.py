@@ -33,7 +33,7 @@ from equivalence_tests.checker.reach.arguments import (
     first_match,
     value_for,
 )
-from equivalence_tests.checker.reach.configs import ImitatedConfig, call_text, configs_for, is_config
+from equivalence_tests.checker.reach.configs import ImitatedConfig, call_text, configs_for, is_config, names_read
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
@@ -400,6 +400,8 @@ def _configs(target: Any, parameter: inspect.Parameter, sizes: Sizes) -> Iterato
     beside = configs_for(target, parameter)[:MOST_CONFIGS]
     yield from (_resized(one, sizes) for one in beside)
     yield ImitatedConfig(sizes, _may_be_none(target))
+    if any(first_match(name, AMBIGUOUS, None) for name in names_read(target, parameter.name)):
+        yield ImitatedConfig(sizes, _may_be_none(target), otherwise=True)
     yield from (one.copy() if isinstance(one, dict) else _first_that_builds(one, [{}], []) for one in beside)
     yield ImitatedConfig(sizes, _may_be_none(target), nested=True)
 

@@ -576,6 +576,19 @@ def test_a_config_that_lies_beside_is_used_in_small_sizes(tmp_path: Path, width:
     assert (built.down.in_features, built.down.out_features) == (sizes.embed_dim, 17)
 
 
+class ReadsWidthsOfItsConfig(nn.Module):
+    """What is called hidden units is often the width of a feed-forward; here it is that of the tokens."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(args.hidden_units, args.num_heads)
+
+
+def test_a_config_is_imitated_in_the_other_meaning_of_its_names_too() -> None:
+    made, sizes = next(build(ReadsWidthsOfItsConfig))
+    assert made.attention.embed_dim == sizes.embed_dim
+
+
 def test_an_imitated_config_that_a_module_keeps_is_copied_with_it() -> None:
     assert copy.deepcopy(ImitatedConfig(Sizes(num_heads=3, head_dim=9))).n_embd == 27
 
