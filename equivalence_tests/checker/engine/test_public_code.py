@@ -1154,7 +1154,7 @@ class LengthFirst(nn.Module):
 
 def test_what_wraps_torchs_own_attention_may_take_the_length_first() -> None:
     report = verify(LengthFirst)
-    assert report.mistakes == (), str(report)
+    assert report.verdict == "equal", str(report)
     assert ("layer: layout", "(len, batch, features)") in {row[:2] for row in report.conventions}
 
 
@@ -1334,6 +1334,27 @@ def test_a_mask_that_is_added_to_the_sum_of_two_products_is_not_read_as_true_and
     assert [here for what, here, _ in report.conventions if "mask" in what and "added" in here]
 
 
+class AddsToItsQuery(nn.Module):
+    """Right: its arguments have the names that heads have in a program, and are asked for again behind these."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        weights = (self.a(query) @ self.b(key).mT / math.sqrt(query.size(-1))).softmax(-1)
+        normed: Tensor = self.norm(query + self.out(weights @ self.c(key)))
+        return normed
+
+
+def test_tokens_that_a_program_asks_for_again_keep_a_name() -> None:
+    report = verify(AddsToItsQuery(12))
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert "self.norm(query_tokens + output)" in report.equivalent.source
+
+
 class DotAttention(nn.Module):
     """Right: as Luong has it, without a scale."""
 
@@ -1419,6 +1440,26 @@ class GivesTheLastRowAndWhatItKept(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         x = self.embed(ids)
         return self.head(x[:, -1:]), [x]
+
+
+class GivesANumber(nn.Module):
+    """One for each sequence, or for each token, without an axis of its own."""
+
+    def __init__(self, each: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.each = nn.Embedding(31, 8), nn.Linear(8, 1), each
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        found: Tensor = self.head(x if self.each == "token" else x[:, -1]).squeeze(-1)
+        return found
+
+
+def test_a_model_may_give_a_number_for_each_sequence_or_token() -> None:
+    for each, shape in (("token", (2, 7, 1)), ("sequence", (2, 1, 1))):
+        run = run_model(GivesANumber(each), Sizes(), [], [])
+        assert run is not None
+        assert run.call(run.source, None).shape == shape
 
 
 def test_the_last_row_of_a_model_is_what_it_gives_and_not_the_cache_beside_it() -> None:

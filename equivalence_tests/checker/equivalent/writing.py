@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.contracts.departure import ROLES
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.expressions import Called, Values
+from equivalence_tests.checker.equivalent.expressions import Called, Given, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
@@ -204,6 +205,7 @@ class AttentionWriter:
     def _of_parts(self) -> Iterator[str]:
         program = self.program
         yield from self._inward()
+        yield from self._kept_tokens()
         for role, one in program.roles:
             yield from self._operand(role, one)
         if program.gain is not None:
@@ -221,6 +223,14 @@ class AttentionWriter:
         yield "merged = averaged.transpose(1, 2).flatten(2)  # heads side by side"
         yield f"output = {self._projected()}"
         yield self._outward(program.output.around(self.values))
+
+    def _kept_tokens(self) -> Iterator[str]:
+        """Give the tokens another name that are asked for again after the heads of a role have theirs."""
+        uses = [(one.tokens, role) for role, one in self.program.roles] + [(self.program.output.around, "")]
+        for name, own in self.signature.arguments:
+            if own in ROLES and any(Given(name) in all_of(x) for x, role in uses if role != own):
+                self.values.given[name] = Text(f"{own}_tokens", self.writer)
+                yield f"{own}_tokens = {own}"
 
     def _operand(self, role: str, one: Projection) -> Iterator[str]:
         heads, own, weight, bias = _grouped(one)

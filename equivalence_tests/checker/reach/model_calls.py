@@ -313,6 +313,7 @@ def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     picked = [x for x in found[:1] if x.dim() == 3 and x.shape[:2] == (batch, 1)]  # of the last token: a cache follows
     picked += [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
     picked += [x.transpose(0, 1) if length_first else x for x in all_tokens]
+    picked += [x[..., None] for x in found if x.dim() == 2 and x.shape == ids.shape[:2] and not image]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
     picked += [x[:, None, None] for x in found if x.dim() == 1 and len(x) == batch]  # a number for each sample
     if not picked:
