@@ -714,4 +714,4 @@ class Masked(nn.Module):
 def test_a_model_is_run_with_each_string_that_its_constructor_takes() -> None:
     report = verify(Masked)
     assert any(check.name.startswith("future") or "order" in check.name for check in report.checks), str(report)
-    assert [one.what for one in report.not_exercised] == ["mask=holes"]  # its forward writes into a tensor
+    assert [one.what for one in report.not_exercised] == ["the keys that it hides by itself, mask=holes"]

@@ -29,6 +29,7 @@ from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_us
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
+WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
@@ -53,7 +54,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
             mistakes = {mistake: lines} if mistake else {}
             walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
-        walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
+        walk.skip(WHOLE_MODEL, f"on other tokens it raised {type(error).__name__}: {error}")
     for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
         walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
     walk.report.conventions += list(_model_rows(run))
@@ -114,7 +115,7 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
     if not walk.report.checks:
         raise CannotCheckError(f"No way to run it was found{said}. Pass an instance and a call: verify(model, inputs).")
     why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
-    walk.report.coverage.append(Exercise("the whole model", False, why))
+    walk.report.coverage.append(Exercise(WHOLE_MODEL, False, why))
 
 
 def _length_first_built(module: nn.Module) -> Frames:

@@ -23,7 +23,7 @@ from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
-from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
+from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
 from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, proofs_in_whole
@@ -44,14 +44,16 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.proposing import other_options
+from equivalence_tests.checker.reach.state import InDouble
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
 from equivalence_tests.checker.reporting.report import Report
 
 MOST_SIZES = 2
-NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the whole model")
+NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", WHOLE_MODEL)
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
+MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)\)")  # two precisions
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
@@ -73,9 +75,15 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
         if subject.sizes not in tried:
             tried[subject.sizes] = report = _examine_subject(subject, name)
             # Some classes take only heads of even width, and no other sizes tell more.
-            if all(check.outcome != "skipped" for check in report.checks):
+            if not _left_open(report):
                 return _with_options(_with_memory(report, subject), subject)
-    return min(tried.values(), key=lambda report: sum(check.outcome == "skipped" for check in report.checks))
+    return min(tried.values(), key=_left_open)
+
+
+def _left_open(report: Report) -> int:
+    """Count what was not looked at: the whole, where it did not run, and parts and wirings."""
+    skipped = sum(check.outcome == "skipped" for check in report.checks)
+    return skipped + sum(one.what == WHOLE_MODEL and not one.exercised for one in report.coverage)
 
 
 def _with_memory(report: Report, subject: Subject) -> Report:
@@ -111,7 +119,7 @@ def _with_options(report: Report, subject: Subject) -> Report:
     return report
 
 
-def _examine_subject(subject: Subject, name: str) -> Report:
+def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Report:
     if subject.module is None:
         raise CannotCheckError(f"{name} is no module")
     if any(isinstance(inside, torch.jit.ScriptModule) for inside in subject.module.modules()):
@@ -122,6 +130,9 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     walk = Walk(Report(name, "layers"), module, subject.sizes, intended=subject.adapter.intended)
     errors, mistakes = list[str](), list[str]()
     run = run_model(module, walk.sizes, errors, mistakes)
+    if run is None and casting and any(map(MIXED.search, errors)):
+        with InDouble():  # it names float32 itself
+            return _examine_subject(subject, name, casting=False)
     if run is not None:
         _watch(walk, run)
     for path, child in one_of_each(_examined_children(module)):

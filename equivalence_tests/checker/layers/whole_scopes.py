@@ -54,9 +54,9 @@ class Scope:
         return ", ".join(f"{name}: {kind}{maybe.get(name, '')}" for name, kind in kinds.items())
 
     @property
-    def anchor(self) -> str:
-        """The name of a tensor, for devices."""
-        return next((name for name in self.given if name not in self.maybe), "self")
+    def device(self) -> str:
+        """Where tensors are made: where one that is given lies; None, which is torch's default, without one."""
+        return next((f"{name}.device" for name in self.given if name not in self.maybe), "None")
 
     # ------------------------------------------------------------------------------------------- lines
     def add(self, given: Sequence[Tensor], again: Sequence[Tensor], text: str, takes: Sequence[str]) -> list[str]:
@@ -121,7 +121,7 @@ class Scope:
         if isinstance(one, torch.Size):
             return tuple(self.written(a, b) for a, b in zip(one, other, strict=True))
         if isinstance(one, torch.device):
-            return Code(f"{self.anchor}.device")
+            return Code(self.device)
         if isinstance(one, torch.dtype) and one == torch.get_default_dtype():  # others are asked for by name
             real = (name for name, (x, _) in self.given.items() if x.is_floating_point() and name not in self.maybe)
             return Code(next((f"{name}.dtype" for name in real), "torch.get_default_dtype()"))

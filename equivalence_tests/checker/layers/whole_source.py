@@ -236,7 +236,7 @@ class WholeWriter:
         if known or x.dtype != torch.bool or x.dim() != 2 or not torch.equal(x, torch.ones_like(x).triu(1)):
             return self._name(scope, one.tensor)
         rows, columns = (scope.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
-        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.anchor}.device).triu(1)"
+        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
 
     def _add_operations(self, scope: Scope, start: int, end: int) -> None:
         for one, other in self.operations[start:end]:

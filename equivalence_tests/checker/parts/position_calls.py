@@ -24,6 +24,7 @@ LONGEST = 1024
 MODULE_ROLES = (
     *(("vectors",), ("ids",), ("size",), ("positions",), ("positions of each sample",)),
     *(("vectors", "keep"), ("vectors", "padding"), (), ("vectors", "positions")),
+    ("size", "device"),
 )
 MOST_REQUIRED = 4
 WORDS = {

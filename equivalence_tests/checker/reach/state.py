@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._tensor_str import PRINT_OPTS
 from torch.backends import mha
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from equivalence_tests.checker.reach.crashes import CRASHES
@@ -130,6 +131,16 @@ def uncompiled() -> Iterator[None]:
         finally:
             if torch.compile is compile_later:
                 torch.compile = compile_
+
+
+class InDouble(TorchFunctionMode):
+    """Lets code that names float32 itself run with weights in float64: what it makes or casts is float64, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        given = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*args, **given)
 
 
 @contextlib.contextmanager
