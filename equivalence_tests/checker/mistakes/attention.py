@@ -215,7 +215,7 @@ SOFTMAXES = (
             on_purpose_in=purpose,
         )
         for name, axis, purpose in (
-            ("queries", -2, "Slot attention lets slots compete for a key, and divides each row by its sum."),
+            ("queries", -2, "Slot-Attention lets slots compete for a key, and divides each row by its sum."),
             ("heads", 1, ""),
             ("batch", 0, ""),
         )
