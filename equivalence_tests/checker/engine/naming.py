@@ -1,6 +1,5 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
-import inspect
 import linecache
 import re
 
@@ -11,10 +10,7 @@ from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, triangle_of
 from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import Finding, Proof, some_of
-from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_lines
-
-# How a line looks that makes what a module keeps, and that is wrong at a stage.
-MADE = {"scale": r"self\.{}\b[^=\n]*=[^=]", "mask": r"\btri[lu]\("}
+from equivalence_tests.checker.reporting.lines import Frames, assigned_at, code_lines
 
 
 def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Module | None = None) -> Finding:
@@ -33,17 +29,14 @@ def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Modu
 
 def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
     """The line that makes the mask of a call, or the number or mask which a module keeps, that is used and wrong."""
-    if departure.operation is None or departure.stage not in MADE:
+    if departure.operation is None or departure.stage not in ("scale", "mask"):
         return ()
     if (built := _built_in_call(departure)) or module is None:
         return built
-    owner, line = module.get_submodule(departure.operation.place), linecache.getline(*departure.lines[0][:2])
+    line = linecache.getline(*departure.lines[0][:2])
+    owner = module.get_submodule(departure.operation.place)
     wrong = (name for name in re.findall(r"self\.(\w+)", line) if _is_wrong(departure, getattr(owner, name, None)))
-    pattern = next((MADE[departure.stage].format(name) for name in wrong), "")
-    made = type(owner).__init__
-    lines, start = source_lines(made)
-    found = [n for n, text in enumerate(lines, start) if pattern and re.search(pattern, text)]
-    return ((inspect.getsourcefile(made) or "", found[0], "__init__"),) if len(found) == 1 else ()
+    return next((assigned_at(owner, name) for name in wrong), ())
 
 
 def _built_in_call(departure: Departure) -> Frames:

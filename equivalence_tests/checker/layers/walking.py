@@ -121,7 +121,7 @@ def _with_options(report: Report, subject: Subject) -> Report:
 
 def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Report:
     if subject.module is None:
-        raise CannotCheckError(f"{name} is no module")
+        raise CannotCheckError(f"{name} is no nn.Module, of which alone layers and models are read: name its attention")
     if any(isinstance(inside, torch.jit.ScriptModule) for inside in subject.module.modules()):
         raise CannotCheckError("TorchScript runs in it, which hides its operations: check the class that was scripted.")
     module = subject.copied()

@@ -152,9 +152,9 @@ def source_lines(written: Any) -> tuple[list[str], int]:
 
 
 def assigned_at(module: Any, path: str) -> Frames:
-    """The line that assigns a sub-module, or the list that holds it, to its owner; none where no line does."""
+    """The line that gives a module what it keeps, a sub-module, or the list that holds it; none where no line does."""
     owner, _, name = re.sub(r"(\.\d+)+$", "", path).rpartition(".")
-    assigns = re.compile(rf"\bself\.{name}\b[^=(]*=[^=]")
+    assigns = re.compile(rf"\bself\.{name}\b[^=(]*=[^=]|['\"]{name}['\"]")
     for kind in type(module.get_submodule(owner)).__mro__:
         lines, first = source_lines(kind)
         number = next((number for number, line in enumerate(lines, first) if assigns.search(line)), 0)
