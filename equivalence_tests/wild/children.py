@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 __all__ = ["Limits", "in_children"]
 
 
@@ -82,6 +84,7 @@ def _start(task: Any, work: Callable[[Any], Iterator[dict[str, Any]]], limits: L
         os.close(reading)
         os.setsid()
         _limit(limits)
+        torch.set_num_threads(1)  # the parent's were not forked, and to wait for them would never end
         with open(os.devnull, "w") as nowhere, os.fdopen(writing, "w") as answer:  # noqa: PTH123
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
@@ -16,7 +17,7 @@ from equivalence_tests.checker.engine.contracts.operands import earlier
 from equivalence_tests.checker.engine.conventions import CAP, Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio
+from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio, near
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
@@ -297,6 +298,9 @@ class Evidence(Conventions):
                 kept = self._setting(abs(turns[0]), _is_no_size, own=True)
                 if abs(total / turns[0] / turns[1] - 1) < LOOSE and (kept or self._takes_tables(operands[0])):
                     return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
+        cosines = all(_has_length_one(operand) for operands in self.judgement.operands for operand in operands[:2])
+        if cosines and (kept := self._setting(departure.facts["factor"], SCALES.fullmatch, own=True)):
+            return f"queries and keys have the length one, and their cosines are multiplied by what {kept}"
         if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
             return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
         off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
@@ -366,6 +370,11 @@ class Evidence(Conventions):
                 if factor > 1 and abs((1 + 0.1 * m * math.log(factor)) ** 2 / total - 1) < 1e-4:
                     return f"the scale grows with the factor in {name} of the configuration ({factor:g})"
         return ""
+
+
+def _has_length_one(operand: Operand) -> bool:
+    sizes = operand.slot.value.reshape(-1)[operand.places].double().norm(dim=-1)
+    return near(sizes, torch.ones_like(sizes), SINGLE)
 
 
 def _blaming(departure: Departure, operation: Operation, what: str) -> Departure:

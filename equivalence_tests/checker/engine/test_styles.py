@@ -1174,8 +1174,57 @@ def test_features_may_pass_beside_the_attention() -> None:
     assert judged(BesideWhatPassesUnmerged).mistakes == ("heads_merged_without_transpose",)
 
 
+class TimesTen(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 10.0
+
+
+class CosinesTimesTen(TimesTen):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q / q.norm(dim=-1, keepdim=True), F.normalize(k, dim=-1), v
+
+
+def test_only_cosines_may_be_multiplied_by_a_number_of_the_module() -> None:
+    assert judged(CosinesTimesTen).verdict == "equal", str(judged(CosinesTimesTen))
+    assert judged(TimesTen).mistakes == ("scale_wrong",)
+
+
+class NonLocal2d(Base):
+    scale = 1.0
+
+
+def test_what_is_named_after_a_non_local_block_has_no_scale() -> None:
+    assert judged(NonLocal2d).verdict == "equal", str(judged(NonLocal2d))
+
+
 class RootNormOfHeads(RootNorm):
     axis = -3
+
+
+class WeightFirstNorm(RootNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class NormedWeightFirst(NormedBoth):
+    norm = WeightFirstNorm
+
+
+class WeightFirstNormOfHeads(RootNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.pow(2).mean(-3, keepdim=True) + 1e-6).rsqrt()
+
+
+class NormedWeightFirstOverHeads(NormedBoth):
+    norm = WeightFirstNormOfHeads
+
+
+def test_a_norm_may_multiply_by_its_weight_before_it_divides() -> None:
+    assert judged(NormedWeightFirst).verdict == "equal", str(judged(NormedWeightFirst))
+    over_heads = judged(NormedWeightFirstOverHeads)
+    assert [one.name for one in over_heads.suspected] == ["norm_leaves_different_sizes"], str(over_heads)
 
 
 class NormedOverHeads(NormedBoth):

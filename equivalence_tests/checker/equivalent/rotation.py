@@ -19,6 +19,7 @@ EPS = {
 }
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
+SLOWEST = 1e-3  # a thousand tokens turn no pair by more than one radian: that says nothing of a position
 
 
 def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
@@ -108,11 +109,11 @@ class Rotation:
 
     @property
     def grows(self) -> bool:
-        """Whether the angles grow with the position; of uneven ones, whether they change."""
+        """Whether the angles grow with the position, and visibly so; of uneven ones, whether they change."""
         if self.angles is not None:
             return bool(((self.angles - self.angles[:1]).abs() > LOOSE).any())
         rounding = LOOSE if self.single else MEASURED
-        return bool((self.steps > -rounding).all()) and bool((self.steps > rounding).any())
+        return bool((self.steps > -rounding).all()) and float(self.steps.max()) > SLOWEST
 
     def is_like(self, other: "Rotation | None") -> bool:
         """Whether another one turns the same features by the same angles."""

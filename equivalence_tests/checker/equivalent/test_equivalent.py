@@ -19,6 +19,7 @@ from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.rotation import Rotation
 from equivalence_tests.checker.equivalent.unread import not_called_again
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.mistakes import named_mistake
@@ -547,6 +548,11 @@ def test_scales_that_are_learnt_and_matrices_of_several_parameters_are_steps(kin
 @pytest.mark.parametrize("kind", [AdaptedAndBent, AdaptedByTheMean])
 def test_a_sub_module_that_is_no_matrix_projects_nothing(kind: type[nn.Module]) -> None:
     assert verify(kind).verdict == "unchecked"
+
+
+@pytest.mark.parametrize(("steps", "grows"), [([1.0, 0.01], True), ([0.0, 1e-5], False), ([1.0, -0.01], False)])
+def test_a_rotation_says_a_position_where_its_angles_grow_visibly(steps: list[float], grows: bool) -> None:
+    assert Rotation(0, 4, 2, torch.tensor(steps, dtype=torch.float64)).grows == grows
 
 
 def test_nan_is_no_agreement() -> None:

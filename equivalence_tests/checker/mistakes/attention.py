@@ -20,7 +20,7 @@ SCALES = (
         (SCALE_LINE, "q @ k.mT"),
         chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
-        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none, nor has "
+        "Pix2Struct and Switch Transformers, which are derived from it; Non-Local blocks have none, nor has "
         "Luong-Attention, called DotAttention and BilinearAttention too.",
     ),
     _scaled(
@@ -512,7 +512,8 @@ WRAPS = (
         "The residual is added after the LayerNorm.",
         "x + LayerNorm(f(x))",
         "Add x before the LayerNorm: LayerNorm(x + f(x)).",
-        on_purpose_in="Swin v2 (res-post-norm), Gemma 2 and CogView (sandwich norm).",
+        on_purpose_in="Swin v2 (res-post-norm), Gemma 2 and CogView (sandwich norm), Non-Local blocks (a BatchNorm "
+        "whose gain begins at 0).",
     ),
     _wrap(
         "residual_from_normalised",

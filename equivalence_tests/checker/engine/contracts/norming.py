@@ -47,7 +47,10 @@ def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]
         return None
     slot, own = operation.outputs[0], f"{operation.place}."
     if operation.index in gains:
-        return next(((x.value, codes) for x, _ in run.names.taken(operation) if x.value.shape == codes.shape), None)
+        later = [user for user in run.graph.users(slot) if user.place == operation.place and user.name in MULTIPLIES]
+        behind = [one.outputs[0].value / slot.value for one in later[:1]]  # weight * x, and then what x is divided by
+        taken = (x.value for x, _ in run.names.taken(operation) if x.value.shape == codes.shape)
+        return next(((x * behind[0] if behind else x, codes) for x in taken), None)
     learnt = any(
         name.partition(":")[2].startswith(own) for name in run.recorder.named(run.recorder.origins_of(slot.tensor))
     )
