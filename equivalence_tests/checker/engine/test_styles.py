@@ -632,6 +632,16 @@ class RollsQueries(Base):
         return q.roll(1, 2), k, v
 
 
+class RollsForASize(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k, v[:, :, : k.roll(1, 2).size(2)]
+
+
+def test_what_nothing_takes_is_no_mistake() -> None:
+    assert judged(RollsForASize).verdict == "equal", str(judged(RollsForASize))
+
+
 class FlipsTheEnd(Base):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).flip(-1)

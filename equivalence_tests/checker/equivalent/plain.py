@@ -62,7 +62,7 @@ def plain_programs(
         tokens = {role: Called(before, (Given(name),)) if before else Given(name) for role, name in given.items()}
         three = [_projection(None if rows is None else rows[role], tokens[role], heads, width) for role in MADE_OF]
         output = _output(module, out, sizes[0], around)
-        for visible in (Visible(), Visible(0)):
+        for visible in (Visible(), Visible(0), Visible(0, from_end=True)):
             program = Program(three[0], three[1], three[2], width**-0.5, Bias(visible), output)
             yield Plain(program, out, frozenset({*program.projections(Parameters.of(module)), *norms}))
 

@@ -109,11 +109,13 @@ class Rotation:
 
     @property
     def grows(self) -> bool:
-        """Whether the angles grow with the position, and visibly so; of uneven ones, whether they change."""
+        """Whether the angles grow with the position, visibly and no two pairs alike; whether uneven ones change."""
         if self.angles is not None:
             return bool(((self.angles - self.angles[:1]).abs() > LOOSE).any())
         rounding = LOOSE if self.single else MEASURED
-        return bool((self.steps > -rounding).all()) and float(self.steps.max()) > SLOWEST
+        turning = self.steps[self.steps > rounding].sort().values
+        apart = bool((turning.diff() > LOOSE * turning[1:]).all())
+        return bool((self.steps > -rounding).all()) and apart and float(self.steps.max()) > SLOWEST
 
     def is_like(self, other: "Rotation | None") -> bool:
         """Whether another one turns the same features by the same angles."""

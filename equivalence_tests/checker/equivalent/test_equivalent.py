@@ -550,7 +550,9 @@ def test_a_sub_module_that_is_no_matrix_projects_nothing(kind: type[nn.Module]) 
     assert verify(kind).verdict == "unchecked"
 
 
-@pytest.mark.parametrize(("steps", "grows"), [([1.0, 0.01], True), ([0.0, 1e-5], False), ([1.0, -0.01], False)])
+@pytest.mark.parametrize(
+    ("steps", "grows"), [([1.0, 0.01], True), ([0.0, 1e-5], False), ([1.0, -0.01], False), ([0.1, 0.1], False)]
+)
 def test_a_rotation_says_a_position_where_its_angles_grow_visibly(steps: list[float], grows: bool) -> None:
     assert Rotation(0, 4, 2, torch.tensor(steps, dtype=torch.float64)).grows == grows
 

@@ -133,6 +133,8 @@ def shuffling(
     for number in numbers:
         for operation, given, _ in run.names.carrying([number], after, before):
             taken = next((codes for _, codes in run.names.taken(operation)), None)
+            if operation.index + 1 < before and not any(map(run.graph.users, operation.outputs)):
+                continue  # nothing takes it, as where only its size is asked for
             if taken is None or (places is not None and not bool(torch.isin(place_of(given), places).any())):
                 continue
             apart = operation.name in VIEWS and taken.dim() > 2 and taken.shape != given.shape
