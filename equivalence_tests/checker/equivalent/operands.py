@@ -82,6 +82,7 @@ class OperandReader:
         self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
         self.found: dict[str, Projection] = {}
         self.gain: Expression | None = None  # what the code learns to multiply the scores of each head by
+        self.sink: Expression | None = None  # what it learns to put beside them, which goes to no key
         self.traced: dict[int, Expression] = {}
         self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 

@@ -45,6 +45,7 @@ class Program:
         mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
         cuts: Whether it is a clamp.
         gain: What the scores of each head are multiplied by as well, where that is learnt; None for nothing.
+        sink: A score of each head, learnt, that takes a share of every row and goes to no key; None for none.
     """
 
     query: Projection
@@ -57,6 +58,7 @@ class Program:
     mask_replaces: bool = False
     cuts: bool = False
     gain: Expression | None = None
+    sink: Expression | None = None
 
     def __call__(
         self,
@@ -84,10 +86,16 @@ class Program:
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
         query, key, value = self._scaled_queries(values), self.key(values), self.value(values)
-        if self.cap:
-            return self.scores(values, may_attend).softmax(-1) @ value
+        if self.cap or self.sink is not None:
+            return self._weights(self.scores(values, may_attend), values) @ value
         bias = self._added(query, key, values.parameters, may_attend)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+
+    def _weights(self, scores: Tensor, values: Values) -> Tensor:
+        if self.sink is None:
+            return scores.softmax(-1)
+        sink = self.sink(values).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
     def _scaled_queries(self, values: Values) -> Tensor:
         query = self.query(values)
@@ -137,7 +145,10 @@ class Program:
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
         bias = (
-            not self.cap and not self.mask_replaces and self.gain is None and (self.bias.is_none or self.bias.is_causal)
+            not self.cap
+            and not self.mask_replaces
+            and self.gain is self.sink is None
+            and (self.bias.is_none or self.bias.is_causal)
         )
         return whole and out and bias and as_they_are and self.output.around == Attended()
 
@@ -158,6 +169,7 @@ class Program:
         yield from self._of_operands()
         yield from self._of_scores(parameters)
         yield from () if self.gain is None else evidence.steps(self.gain, "scale")
+        yield from () if self.sink is None else evidence.steps(self.sink, "scores")
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
@@ -179,7 +191,7 @@ class Program:
             usual = self.query.weight.size(1) ** -0.5 / self.query.number / self.key.number
             return replace(self, scale=usual, gain=None) if stage == "scale" else replace(self, cap=0.0)
         if stage == "scores":
-            return replace(self, bias=Bias(self.bias.visible))
+            return replace(self, bias=Bias(self.bias.visible), sink=None)
         return replace(self, bias=replace(self.bias, visible=Visible())) if stage == "mask" else self
 
     def projections(self, parameters: Parameters) -> set[str]:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,16 @@ def _read(watched: Watched) -> tuple[Program, float]:
     for scale, bias in _scores(reader, three, watched.values):
         cap, bound = _cap(watched.judgement), _bound(watched)
         program = Program(
-            three[0], three[1], three[2], scale, bias, NOTHING, cap or bound, cuts=bool(bound), gain=reader.gain
+            three[0],
+            three[1],
+            three[2],
+            scale,
+            bias,
+            NOTHING,
+            cap or bound,
+            cuts=bool(bound),
+            gain=reader.gain,
+            sink=reader.sink,
         )
         with torch.no_grad():
             averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -82,7 +91,8 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     with torch.no_grad():
         lengths = query.projected(values).size(2), key.projected(values).size(2)
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
-    if not models or any((one.kind, one.axis) == ("softmax", "") for one in models):
+    reader.sink = _sink(reader)
+    if not models or (reader.sink is None and any((one.kind, one.axis) == ("softmax", "") for one in models)):
         return [(usual, Bias()), (usual, Bias(Visible(0)))]
     if not any(model.has_choice for model in models):  # one key each: its weight is 1
         return [(usual, Bias())]
@@ -99,7 +109,8 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
 def _gain(reader: OperandReader) -> Expression | None:
     """What the code learns to multiply all scores by, or those of each head; None for nothing."""
     watched, found = reader.watched, list[Expression]()
-    for operation, one in _multiplied_by(reader):
+    factors = ((op, x) for op, x in _beside_scores(reader, ("mul", "div")) if x.numel() in (1, len(reader.heads)))
+    for operation, one in factors:
         with suppress(UnreadError):  # else it is no parameter, and may be a number
             made = Tracer(watched).read(one, operation.index)
             named = [watched.parameters.named[x.name] for x in all_of(made) if isinstance(x, Learnt)]
@@ -108,14 +119,24 @@ def _gain(reader: OperandReader) -> Expression | None:
     return functools.reduce(lambda one, other: Made("product", (one, other)), found) if found else None
 
 
-def _multiplied_by(reader: OperandReader) -> Iterator[tuple[Operation, Tensor]]:
-    """List the tensors that the scores are multiplied or divided by before the softmax: one number, or one a head."""
+def _sink(reader: OperandReader) -> Expression | None:
+    """What the code learns to put beside the scores of each head before their softmax; None for nothing."""
+    for operation, one in _beside_scores(reader, ("cat", "concat")):
+        with suppress(UnreadError):
+            made = Tracer(reader.watched).read(one, operation.index)
+            if isinstance(made, Learnt):
+                return made
+    return None
+
+
+def _beside_scores(reader: OperandReader, names: Collection[str]) -> Iterator[tuple[Operation, Tensor]]:
+    """List the tensors that such functions take beside the scores, before the softmax."""
     watched, run = reader.watched, reader.watched.found.run
     steps = (operation for operation, _, _ in reader.slices[0].part.steps(run))
     for operation in itertools.takewhile(lambda one: one.name not in SOFTMAXES, steps):
         pairs = zip(watched.operations[operation.index].inputs, run.names.before[operation.index], strict=True)
         others = [slot.tensor for slot, codes in pairs if codes is None]
-        if operation.name in ("mul", "div") and [x.numel() in (1, len(reader.heads)) for x in others] == [True]:
+        if operation.name in names and len(others) == 1:
             yield operation, others[0]
 
 
@@ -152,7 +173,7 @@ def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
     """What the scores of each head of a part are multiplied by, beside what is learnt; none where nothing is chosen."""
     if not model.has_choice:
         return torch.zeros(0)
-    if model.kind != "softmax" or model.axis != "keys":
+    if model.kind != "softmax" or model.axis != ("keys" if reader.sink is None else ""):
         raise UnreadError(f"its weights are no softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
     if bool(model.replaced.any()):
         raise UnreadError("its scores are replaced")

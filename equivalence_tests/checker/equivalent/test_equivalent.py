@@ -494,6 +494,29 @@ class LearnsAScaleOfEachHead(LearnsItsScale):
         self.temperature = nn.Parameter(torch.linspace(0.2, 2.0, heads)[:, None, None])
 
 
+class CapsItsScores(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.logit_softcapping = 20.0
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        future = torch.ones(q.size(2), k.size(2)).triu(1).bool()
+        cap = self.logit_softcapping
+        return (cap * torch.tanh(super().scores(q, k) / cap)).masked_fill(future, -torch.inf)
+
+
+class HasASink(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.sinks = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), 1)
+        weights = torch.cat([self.scores(q, k), sinks], -1).softmax(-1)
+        return self.o(self.merge(weights[..., :-1] @ v))
+
+
 class LowRank(nn.Linear):
     """Adds a product of two narrow matrices to its own, as LoRA does."""
 
@@ -535,9 +558,13 @@ class AdaptedByTheMean(Adapted):
         (LearnsItsScale, "torch.reciprocal(torch.clamp_min(self.temperature, 0.5))"),
         (LearnsAScaleOfEachHead, "torch.reciprocal(torch.clamp_min(self.temperature, 0.5))"),
         (Adapted, f"key = self.qkv(x)[..., {WIDTH}:{2 * WIDTH}]"),
+        (CapsItsScores, "scores = 20.0 * torch.tanh(scores / 20.0)"),
+        (HasASink, "averaged = scores.softmax(-1)[..., :-1] @ value"),
     ],
 )
-def test_scales_that_are_learnt_and_matrices_of_several_parameters_are_steps(kind: type[nn.Module], step: str) -> None:
+def test_scales_caps_and_sinks_that_are_learnt_and_matrices_of_several_parameters_are_steps(
+    kind: type[nn.Module], step: str
+) -> None:
     report = verify(kind)
     assert report.verdict == "equal", str(report)
     assert report.intended, "what torch's formula does not have is listed"

@@ -126,8 +126,10 @@ class Tracer:
             return Made(name, (self.read(inputs[0], operation.index),))
         if name in ("cat", "concat") and (parts := self._joined(tensor, inputs, operation.index)) is not None:
             return parts
-        if name in ("expand", "repeat", "expand_as") and id(inputs[0]) in self.watched.learnt:
-            return Learnt(self.watched.learnt[id(inputs[0])])
+        if name in ("expand", "repeat", "expand_as") and isinstance(
+            whole := self.read(inputs[0], operation.index), Learnt
+        ):
+            return whole  # the same in each sample
         if name == "div" and len(inputs) == 2 and (gate := self._sigmoid(inputs[1], operation.index)) is not None:
             return Made("product", (self.read(inputs[0], operation.index), gate))
         if name in ("linear", "matmul", "mm") and (mapped := self._mapped(operation, inputs)) is not None:

@@ -204,6 +204,8 @@ class AttentionWriter:
     # ------------------------------------------------------------------------------------------- parts
     def _of_parts(self) -> Iterator[str]:
         program = self.program
+        if program.mask_replaces:
+            raise UnreadError("masks that replace the causal one are not written down")
         yield from self._inward()
         yield from self._kept_tokens()
         for role, one in program.roles:
@@ -212,17 +214,37 @@ class AttentionWriter:
             yield f"query = query * {bracketed(program.gain(self.values))}.reshape(-1, 1, 1)  # a number for each head"
         bias = list(self._score_bias())
         yield from bias
-        width = program.query.weight.size(1)
-        arguments = ["attn_mask=bias"] if bias else []
-        arguments += ["is_causal=True"] if not bias and program.bias.is_causal else []
-        arguments += [f"scale={program.scale!r}"] if abs(program.scale * width**0.5 - 1) > ROUNDING else []
-        called = ", ".join(["query", "key", "value", *arguments])
-        if program.cap or program.mask_replaces:
-            raise UnreadError("capped scores, and masks that replace the causal one, are not written down")
-        yield f"averaged = F.scaled_dot_product_attention({called})"
+        yield from self._averaged_by_hand(bool(bias)) if self._is_by_hand else self._averaged(bool(bias))
         yield "merged = averaged.transpose(1, 2).flatten(2)  # heads side by side"
         yield f"output = {self._projected()}"
         yield self._outward(program.output.around(self.values))
+
+    @property
+    def _is_by_hand(self) -> bool:
+        """Whether something stands between scores and weights that torch's own function does not have."""
+        return bool(self.program.cap) or self.program.sink is not None
+
+    def _averaged_by_hand(self, biased: bool) -> Iterator[str]:
+        program = self.program
+        yield f"scores = {program.scale!r} * query @ key.transpose(-2, -1)"
+        if program.cap:
+            bent = f"scores.clamp(-{program.cap!r}, {program.cap!r})"
+            yield f"scores = {bent if program.cuts else f'{program.cap!r} * torch.tanh(scores / {program.cap!r})'}"
+        if biased:
+            yield "scores = scores + bias"
+        if program.sink is not None:
+            sink = f"{bracketed(program.sink(self.values))}.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)"
+            yield f"scores = torch.cat([scores, {sink}], -1)"
+        yield f"averaged = scores.softmax(-1){'' if program.sink is None else '[..., :-1]'} @ value"
+
+    def _averaged(self, biased: bool) -> Iterator[str]:
+        program = self.program
+        width = program.query.weight.size(1)
+        arguments = ["attn_mask=bias"] if biased else []
+        arguments += ["is_causal=True"] if not biased and program.bias.is_causal else []
+        arguments += [f"scale={program.scale!r}"] if abs(program.scale * width**0.5 - 1) > ROUNDING else []
+        called = ", ".join(["query", "key", "value", *arguments])
+        yield f"averaged = F.scaled_dot_product_attention({called})"
 
     def _kept_tokens(self) -> Iterator[str]:
         """Give the tokens another name that are asked for again after the heads of a role have theirs."""
@@ -305,9 +327,9 @@ class AttentionWriter:
         bias = self.program.bias
         if bias.given is not None or bias.visible.block is not None:
             raise UnreadError("the mask of one call, and windows that tokens are cut into, cannot be written down")
-        if not self._has_mask and (bias.is_none or bias.is_causal):
+        if not self._has_mask and (bias.is_none or (bias.is_causal and not self._is_by_hand)):
             return
-        if bias.is_none:
+        if bias.is_none and not self._is_by_hand:
             yield "bias = None"
             yield f"if {self.signature.mask} is not None:"
             yield f"    bias = ~({self._hidden()})  # True = may look"
