@@ -1334,6 +1334,49 @@ def test_a_mask_that_is_added_to_the_sum_of_two_products_is_not_read_as_true_and
     assert [here for what, here, _ in report.conventions if "mask" in what and "added" in here]
 
 
+class ProjectsByNetworks(nn.Module):
+    """Right: small networks in the place of matrices, and some of their features are 0 everywhere."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.out = heads, nn.Linear(dim, dim)
+        self.query, self.key, self.value = (
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim), nn.ReLU()) for _ in range(3)
+        )
+
+    def made(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(x), self.key(x), self.value(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (made.unflatten(-1, (self.heads, -1)).transpose(1, 2) for made in self.made(x))
+        weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)
+        out: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+class ProjectsKeysByTheQuerysNetwork(ProjectsByNetworks):
+    def made(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(x), self.query(x), self.value(x)
+
+
+class ExchangesItsNetworks(ProjectsByNetworks):
+    def made(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(x), self.value(x), self.key(x)
+
+
+def test_small_networks_may_stand_for_projections_each_for_its_own() -> None:
+    report = verify(ProjectsByNetworks(12, 3))
+    assert report.verdict == "equal", str(report)
+    assert "query is called: the sub-module query" in str(report)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrong", [ProjectsKeysByTheQuerysNetwork, ExchangesItsNetworks])
+def test_networks_of_other_roles_are_not_passed_over(wrong: Any) -> None:
+    report = verify(wrong(12, 3))
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+
+
 class AddsToItsQuery(nn.Module):
     """Right: its arguments have the names that heads have in a program, and are asked for again behind these."""
 

@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
-from equivalence_tests.checker.equivalent.parameters import Affine
+from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -92,6 +92,40 @@ class OperandReader:
         Args:
             role: "query", "key" or "value".
         """
+        try:
+            found = self._projected(role)
+            self.found[role] = replace(found, change=self._change(found, role))
+        except UnreadError as why:
+            made = self._made_by_a_part(role)
+            if made is None:
+                raise
+            try:
+                self.found[role] = replace(made, change=self._change(made, role))
+            except UnreadError:
+                raise why from None
+        return self.found[role]
+
+    def _made_by_a_part(self, role: str) -> Projection | None:
+        """Read heads that one sub-module makes, whatever is in it; None where none does."""
+        every = [_side(next(one for one in self.slices if one.head == head), role) for head in self.heads]
+        _, _, index, side = every[0]
+        operand = self.watched.operations[index].inputs[side]
+        try:
+            tokens = Tracer(self.watched).read(operand.tensor, index)
+        except UnreadError:
+            return None
+        module = self.values.module
+        if module is None or not isinstance(tokens, Called) or not any(module.get_submodule(tokens.path).children()):
+            return None  # a matrix alone is read as one, or not at all
+        flat, heads = self._flat(tokens), list[Tensor]()
+        for codes, places, at, own in every:
+            rows = self.rows_of(role, token_of(codes[:, 0])) % len(flat)
+            numbers = self.watched.operations[at].inputs[own].value.reshape(-1)[places].double()
+            heads.append(order_of(numbers, flat[rows], len(heads) * numbers.size(-1)))
+        return Projection(torch.stack(heads), None, tokens=tokens) if len({len(x) for x in heads}) == 1 else None
+
+    def _projected(self, role: str) -> Projection:
+        """Read heads that a matrix makes, or that are features of the tokens as they are."""
         heads = [self._head(next(one for one in self.slices if one.head == head), role) for head in self.heads]
         first = heads[0]
         if any(one.tokens != first.tokens or (one.bias is None) != (first.bias is None) for one in heads):
@@ -99,11 +133,9 @@ class OperandReader:
         if any(abs(one.factor / first.factor - 1) > 10 * self.watched.tolerance for one in heads):
             raise UnreadError(f"the rows of the {role} projection are multiplied by different numbers")
         biases = [one.bias for one in heads if one.bias is not None]
-        found = replace(
+        return replace(
             first, weight=torch.stack([one.weight for one in heads]), bias=torch.stack(biases) if biases else None
         )
-        self.found[role] = replace(found, change=self._change(found, role))
-        return self.found[role]
 
     @property
     def own_places(self) -> Tensor:

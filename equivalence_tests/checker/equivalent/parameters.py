@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+NEARER = 1e-9  # so much farther off is each place
+
 
 @dataclass(frozen=True)
 class Affine:
@@ -135,6 +137,18 @@ class Parameters:
         with torch.no_grad():
             size = abs(found.factor) * (self.taken(found.weight).abs() @ features.abs() + self.taken(found.bias).abs())
             return bool(((found.of(features, self) - elements).abs() <= 10 * tolerance * size.clamp_min(1e-30)).all())
+
+
+def order_of(have: Tensor, want: Tensor, first: int = 0) -> Tensor:
+    """Say which column of one table each column of another is; of some that are alike, that at its place.
+
+    >>> table = torch.tensor([[0.0, 3.0, 0.0], [0.0, 5.0, 0.0]])
+    >>> order_of(table, table), order_of(table[:, 1:], table)
+    (tensor([0, 1, 2]), tensor([1, 0]))
+    """
+    usual, places = torch.arange(have.size(-1)) + first, torch.arange(want.size(-1))
+    apart = (have[..., None] - want[..., None, :]).abs().amax(0)
+    return (apart + NEARER * (usual[:, None] - places).abs()).argmin(-1)
 
 
 def snapped(measured: float, exact: float, tolerance: float) -> float:

@@ -236,7 +236,8 @@ class Program:
 
     def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
-        bare = [role for role, one in self.roles if one.bias is None and not isinstance(one.tokens, Called)]
+        made = {role: self._made_by(one.tokens, module) for role, one in self.roles if one.bias is None}
+        bare = [role for role, path in made.items() if not path]
         further = {name for name, x in parameters.named.items() if x.dim() > 1} - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
             why = "" if module is None or further else "the module holds no matrix that could"
@@ -247,10 +248,17 @@ class Program:
             if (one.tokens,) in normed:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
         for role, one in self.roles:
-            for name in parameters.names_at(one.weight.reshape(-1)) if one.bias is not None else ():
+            for name in [made[role]] if role in made else parameters.names_at(one.weight.reshape(-1)):
                 said = [other for other, pattern in OWN.items() if pattern.search(name)]
                 if len(said) == 1 and said != [role]:
                     yield Step(f"{name} projects the {role}", "", "project")
+
+    @staticmethod
+    def _made_by(tokens: Expression, module: nn.Module | None) -> str:
+        """Name the sub-module that makes the heads of a role; "" for none, and for a norm."""
+        if module is None or not isinstance(tokens, Called) or _is_norm(module.get_submodule(tokens.path)):
+            return ""
+        return tokens.path
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""

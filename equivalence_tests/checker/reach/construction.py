@@ -58,6 +58,7 @@ ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re
 ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
+ASKED_FOR = re.compile(r"norm|scale|proj|bias|residual")  # what torch has; other switches stay off
 COUNT = re.compile(r"(^|_)num_")
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
@@ -328,6 +329,7 @@ def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     of_heads = value_for(whole, sizes)[1] == sizes.num_heads
     divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
     used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers, "counts": 0}
+    used["decides"] = bool(ASKED_FOR.search(name))
     return (True, used[use]) if use else (known, value)
 
 

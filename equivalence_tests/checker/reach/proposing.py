@@ -110,11 +110,11 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
     """Say what a constructor does with its arguments, or a class of its module that it hands them to.
 
     Returns:
-        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats", or
-        "counts", if it says which of several layers it is.
+        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
+        "counts", if it says which of several layers it is, or "decides", if all that is asked is whether it is true.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
-    used: dict[str, str] = {}
+    used: dict[str, str] = dict.fromkeys(_only_tested(nodes_of(target)), "decides")
     for node in nodes_of(target):
         match node:
             case ast.BinOp(whole, ast.FloorDiv() | ast.Mod(), ast.Name(id=name) | ast.Attribute(attr=name)):
@@ -131,6 +131,23 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
                     use = "drops" if drops else "counts" if PLACE.search(argument) else meant.get(argument, "")
                     used |= {getattr(value, "id", getattr(value, "attr", "")): use} if use else {}
     return used
+
+
+def _only_tested(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Name what is only asked whether it is true, or kept under its own name."""
+    tested, kept = set[ast.AST](), set[ast.AST]()
+    for node in nodes:
+        match node:
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
+                tested.add(test)
+            case ast.Assign(targets=[target], value=value):
+                pairs = zip(getattr(target, "elts", [target]), getattr(value, "elts", [value]), strict=False)
+                kept |= {x for own, x in pairs if getattr(own, "attr", "") == getattr(x, "id", None)}
+    loads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
+    uses: dict[str, list[ast.AST]] = {}
+    for node in loads:
+        uses.setdefault(getattr(node, "id", getattr(node, "attr", "")), []).append(node)
+    yield from (name for name, every in uses.items() if {*every} & tested and {*every} <= tested | kept)
 
 
 def _handed_over(call: ast.Call, made: Any) -> list[tuple[str, ast.expr]]:

@@ -576,6 +576,23 @@ def test_a_config_that_lies_beside_is_used_in_small_sizes(tmp_path: Path, width:
     assert (built.down.in_features, built.down.out_features) == (sizes.embed_dim, 17)
 
 
+class AsksWhetherToShare(nn.Module):
+    def __init__(self, channels: int, share_key_query, matmul_norm) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.query, self.matmul_norm = nn.Linear(channels, channels), matmul_norm
+        self.key = self.query if share_key_query else nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT
+        return (scores / math.sqrt(x.size(-1)) if self.matmul_norm else scores).softmax(-1) @ x
+
+
+def test_what_is_only_asked_whether_it_is_true_is_a_switch_and_on_where_torch_has_it() -> None:
+    made, _ = next(build(AsksWhetherToShare))
+    assert made.key is not made.query
+    assert made.matmul_norm is True
+
+
 class ReadsWidthsOfItsConfig(nn.Module):
     """What is called hidden units is often the width of a feed-forward; here it is that of the tokens."""
 
