@@ -1154,7 +1154,8 @@ class LengthFirst(nn.Module):
 
 def test_what_wraps_torchs_own_attention_may_take_the_length_first() -> None:
     report = verify(LengthFirst)
-    assert report.verdict == "equal", str(report)
+    assert report.verdict == "partial", str(report)  # others in this file are built with batch_first=True
+    assert [one.what for one in report.not_exercised] == ["layer: (batch, len, features)"]
     assert ("layer: layout", "(len, batch, features)") in {row[:2] for row in report.conventions}
 
 

@@ -1,6 +1,7 @@
 """Check one layer: how its parts are wired, what becomes of its masks, and of its other arguments."""
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import Exercise, some_of
-from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
 
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
@@ -41,6 +42,9 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         return
     roles = sorted(role for _, role in ways[0].plan.roles)
     walk.report.conventions.append((f"{label}: layout", LAYOUTS[ways[0].plan.layout], LENGTH_FIRST))
+    if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
+        said = "it attends along the first axis, though others in its file are built with batch_first=True"
+        walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
@@ -52,6 +56,13 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
     _add_layer_masks(walk, label, path, trial, wiring)
     _add_maps(walk, label, path, trial)
+
+
+def _is_batch_first_elsewhere(layer: nn.Module) -> bool:
+    """Whether torch's modules in a layer take the length first, and others in its file the samples."""
+    file = sys.modules.get(type(layer).__module__)
+    length_first = any(getattr(m, "batch_first", None) is False for m in layer.modules())
+    return length_first and file is not None and "batch_first=True" in source_of(file).replace(" ", "")
 
 
 def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:

@@ -45,6 +45,13 @@ def test_positions_that_are_handed_over_may_be_added_to_queries_and_keys(tmp_pat
     assert "(len, batch, features)" in str(report)  # which axis holds the tokens was taken for granted
 
 
+def test_one_file_with_both_layouts_is_no_plain_equal(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(f"{TEXT}\nOTHER = nn.LSTM(4, 2, batch_first=True)\n", encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    assert report.verdict == "partial", str(report)
+    assert "it attends along the first axis" in " ".join(str(report).split())
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("old", "new"), ELSEWHERE)
 def test_positions_that_are_added_elsewhere_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:

@@ -265,7 +265,8 @@ class SequenceFirstLayer(nn.Module):
 
 def test_a_sequence_first_layer_is_followed() -> None:
     report = verify(SequenceFirstLayer)
-    assert report.verdict == "equal", str(report)
+    assert report.verdict == "partial", str(report)  # others in this file are built with batch_first=True
+    assert [one.what for one in report.not_exercised] == ["layer: (batch, len, features)"]
     assert any("src_mask" in what for what, _, _ in report.conventions)
 
 
