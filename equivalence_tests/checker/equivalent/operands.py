@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part, Source
@@ -217,7 +217,9 @@ class OperandReader:
             made = Tracer(self.watched).read(operation.outputs[0].tensor, self.watched.judgement.attention.first.index)
         except UnreadError:
             made = Joined(())
-        if not isinstance(made, Called) or not _is_projection(made, self.values):
+        module = self.values.module
+        plain = isinstance(made, Called) and module is not None and type(module.get_submodule(made.path)) is nn.Linear
+        if plain or not isinstance(made, Called) or not _is_projection(made, self.values):
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
         return Projection(feature_of(wanted), None, tokens=made)
 
