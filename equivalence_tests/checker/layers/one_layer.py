@@ -4,9 +4,10 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
@@ -21,6 +22,7 @@ from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reach.tried import furthest_first
@@ -28,6 +30,7 @@ from equivalence_tests.checker.reporting.findings import Exercise, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
 
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
+DRAWS = 16  # a layer may be skipped in few of them
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -47,6 +50,8 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
+    if _differs_by_itself(trial):
+        walk.check(f"{label} (two calls)", {"random_in_eval": ()}, path, f"seen in {DRAWS} calls with one input")
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
         walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items()}
@@ -63,6 +68,18 @@ def _is_batch_first_elsewhere(layer: nn.Module) -> bool:
     file = sys.modules.get(type(layer).__module__)
     length_first = any(getattr(m, "batch_first", None) is False for m in layer.modules())
     return length_first and file is not None and "batch_first=True" in source_of(file).replace(" ", "")
+
+
+def _differs_by_itself(trial: Trial) -> bool:
+    """Whether a layer in eval gives something else for the same input, after other random numbers."""
+
+    def output(seed: int) -> Tensor:
+        torch.default_generator.manual_seed(seed)
+        return trial.output(trial.inputs()).double().nan_to_num()
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        first, *others = (ask(partial(output, seed)).value for seed in range(DRAWS))
+    return first is not None and not all(x is None or torch.allclose(x, first) for x in others)
 
 
 def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:

@@ -1467,3 +1467,21 @@ class TiedByALambdaWithoutItsMask(TiedByALambda):
 def test_a_model_whose_lambda_reads_its_own_weights_is_run_whole() -> None:
     assert verify(TiedByALambda).verdict == "equal", str(verify(TiedByALambda))
     assert verify(TiedByALambdaWithoutItsMask).mistakes == ("future_is_seen",)
+
+
+class SkipsItselfInEval(nn.Module):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(1).item() < 0.2:
+            return x
+        x = self.norm1(x + self.attention(x, x, x)[0])
+        return self.norm2(x + self.mlp(x))
+
+
+def test_a_layer_that_is_skipped_at_random_in_eval_is_named() -> None:
+    assert "random_in_eval" in verify(SkipsItselfInEval).mistakes
