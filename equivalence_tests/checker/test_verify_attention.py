@@ -407,3 +407,16 @@ def test_weights_that_follow_the_formula_only_where_they_are_hidden_have_no_wron
     (finding,) = verify(SubtractsTheScores).findings
     assert finding.name == "changed_by_sub"
     assert "return F.softmax(scores, dim=-1) - scores" in line_of(finding)
+
+
+class SkipsAtRandom(Plain):
+    least = 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q if bool(torch.rand(1) < self.least) else self.mixed(self.weights(q, k), v)
+
+
+def test_what_is_drawn_in_eval_mode_is_no_plain_equal() -> None:
+    report = verify(SkipsAtRandom)
+    assert report.verdict == "partial", str(report)
+    assert any("torch.rand(1) < self.least" in one.detail for one in report.not_exercised)

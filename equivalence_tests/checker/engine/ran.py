@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.vocabulary import DRAWS
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
-from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_here, inside
 
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 
@@ -58,3 +60,10 @@ def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
         if matching:
             return matching[place].frames
     return ()
+
+
+def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:
+    """List the lines that draw random numbers in eval mode: with others, the code may do something else."""
+    drew = [code_lines(one.frames)[-1] for one in operations if one.name in DRAWS and one.frames]
+    found = {line.number: line for line in drew}
+    return [Exercise(f"what line {n} draws", False, f"`{line.text}`, in eval too") for n, line in found.items()]

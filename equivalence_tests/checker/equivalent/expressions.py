@@ -235,14 +235,35 @@ def branches_of(expression: Expression) -> Iterator[str]:
 
 
 def added_twice(expression: Expression) -> list[str]:
-    """Name the arguments that one sum adds more than once.
+    """Name what one sum adds more than once: the arguments, the sub-modules, or else the function.
 
     >>> x, both = Given("x"), Made("sum", (Given("x"), Attended()))
     >>> added_twice(Made("sum", (both, x))), added_twice(Made("sum", (x, Called("norm", (both,)))))
     (['x'], [])
+    >>> added_twice(Made("sum", (Called("mlp", (x,)), Called("mlp", (x,)))))
+    ['mlp']
     """
-    given = [one.name for one in terms_of(expression) if isinstance(one, Given)]
-    return [name for name in dict.fromkeys(given) if given.count(name) > 1]
+    terms = list(terms_of(expression))
+    twice = (one for one in dict.fromkeys(terms) if terms.count(one) > 1)
+    return [getattr(one, "name", getattr(one, "path", "what attends")) for one in twice]
+
+
+def leaves_the_stream(expression: Expression) -> bool:
+    """Whether an argument is added again behind a branch that takes a sum with it, and what that sum gives is not.
+
+    >>> x, both = Given("x"), Made("sum", (Given("x"), Attended()))
+    >>> branch = Called("mlp", (Called("norm", (both,)),))
+    >>> leaves_the_stream(Made("sum", (x, branch))), leaves_the_stream(Made("sum", (both, branch)))
+    (True, False)
+    """
+    for one in all_of(expression):
+        terms = list(terms_of(one))
+        given = {x for x in terms if isinstance(x, Given)} if len(terms) > 1 else set()
+        behind = [x for x in terms if any(given & {*terms_of(y)} for y in all_of(x) if y not in given)]
+        beside = (x for x in terms if x not in behind and any(isinstance(y, Attended) for y in all_of(x)))
+        if behind and not any(beside):
+            return True
+    return False
 
 
 @dataclass
@@ -260,8 +281,8 @@ class Evidence:
     used: set[str] = field(default_factory=set)
 
     def steps(self, expression: Expression, stage: str) -> Iterator[Step]:
-        """List the steps of an expression; each parameter speaks for one step only."""
-        for one in all_of(expression):
+        """List the steps of an expression; each parameter speaks for one step only, whatever takes what it gives."""
+        for one in dict.fromkeys(all_of(expression)):
             if isinstance(one, Called):
                 said = self._of_module(one.path)
                 yield Step(f"{one.path} is called", said, stage if said else "again")
@@ -285,6 +306,8 @@ class Evidence:
             yield Step(f"times {one.numbers[0]:.6g}", "", "factor")
         elif one.name in ACTIVATIONS and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
             yield Step(one.name, "", "gate")
+        elif one.name == "product" and len({*one.inner}) < len(one.inner):
+            yield Step("something is multiplied by itself", "", "gate")
         elif one.name == "product" and any(map(_is_given, one.inner)):
             yield Step("an argument as it is multiplies something", "", "gate")
 

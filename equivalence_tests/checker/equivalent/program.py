@@ -22,6 +22,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     added_twice,
     all_of,
     branches_of,
+    leaves_the_stream,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -218,7 +219,8 @@ class Program:
             if step.evidence and step.words == f"{projecting} is called":
                 continue
             if step.stage == "residual":
-                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
+                leaves = leaves_the_stream(around)
+                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed and not leaves else gated
                 said = said or next(
                     (f"{path} is added to what it is given as well" for path in branches_of(around)), ""
                 )

@@ -31,6 +31,7 @@ from equivalence_tests.checker.engine.probing import (
     overflowing,
     query_by_query,
 )
+from equivalence_tests.checker.engine.ran import drawn_in
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
@@ -258,7 +259,7 @@ def _cover(report: Report, situation: Situation) -> None:
     covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     if subject.built and subject.module is not None:
         cover_options(covered, subject)
-    report.coverage += covered.exercises
+    report.coverage += [*drawn_in(situation.found.run.operations), *covered.exercises]
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()

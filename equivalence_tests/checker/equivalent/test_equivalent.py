@@ -494,6 +494,43 @@ class LearnsAScaleOfEachHead(LearnsItsScale):
         self.temperature = nn.Parameter(torch.linspace(0.2, 2.0, heads)[:, None, None])
 
 
+class BothSublayers(Base):
+    """Two sublayers in one class, each with its residual and its norm behind it."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def stream(self, x: Tensor, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x + super().forward(x))
+        return self.norm2(self.stream(x, h) + self.down(self.up(h).relu()))
+
+
+class LeavesTheStream(BothSublayers):
+    def stream(self, x: Tensor, h: Tensor) -> Tensor:
+        return x
+
+
+class AddsItsBranchTwice(BothSublayers):
+    def stream(self, x: Tensor, h: Tensor) -> Tensor:
+        return h + self.down(self.up(h).relu())
+
+
+class SquaresItsStream(BothSublayers):
+    def stream(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * h
+
+
+def test_a_second_residual_starts_where_the_first_one_ends_and_what_is_taken_twice_is_one_step() -> None:
+    assert verify(BothSublayers).verdict == "partial", str(verify(BothSublayers))
+    for wrong in (LeavesTheStream, AddsItsBranchTwice, SquaresItsStream):
+        assert verify(wrong).verdict in ("unchecked", "deviates"), str(verify(wrong))
+
+
 class CapsItsScores(Base):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads)
