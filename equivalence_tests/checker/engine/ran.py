@@ -66,4 +66,5 @@ def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:
     """List the lines that draw random numbers in eval mode: with others, the code may do something else."""
     drew = [code_lines(one.frames)[-1] for one in operations if one.name in DRAWS and one.frames]
     found = {line.number: line for line in drew}
-    return [Exercise(f"what line {n} draws", False, f"`{line.text}`, in eval too") for n, line in found.items()]
+    said = "`{}` draws them in eval mode, too"
+    return [Exercise(f"other random numbers in line {n}", False, said.format(x.text)) for n, x in found.items()]
