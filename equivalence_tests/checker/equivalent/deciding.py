@@ -170,8 +170,7 @@ def _is_map(x: Tensor, weights: Tensor) -> bool:
 
 def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]:
     """All that the program computes, with one head alone where several share it, and averaged over heads."""
-    scores = program.scores(values)
-    weights = scores.softmax(-1)
+    scores, weights = program.scores(values), program.weights(values)
     yield from (scores, weights, weights.mean(1), weights.sum(1), *weights.unbind(1), output, program.averaged(values))
     yield program.products(values)
     for _, one in program.roles:

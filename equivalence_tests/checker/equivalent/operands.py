@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
-from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.engine.watching import storage_of
 from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
@@ -106,17 +106,21 @@ class OperandReader:
         return self.found[role]
 
     def _made_by_a_part(self, role: str) -> Projection | None:
-        """Read heads that one sub-module makes, whatever is in it; None where none does."""
+        """Read heads that a sub-module of the user's own makes of each token, as LoRA does; None where none does."""
         every = [_side(next(one for one in self.slices if one.head == head), role) for head in self.heads]
-        _, _, index, side = every[0]
-        operand = self.watched.operations[index].inputs[side]
+        made = self.watched.sources(sources_in(every[0][0]))[0].operation
+        call = None if made is None else self.watched.call_around(made.index)
+        if call is None or not call.outputs or self.values.module is None:
+            return None
+        part = self.values.module.get_submodule(call.path)
+        if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
+            return None  # a matrix alone is read as one, or not at all
         try:
-            tokens = Tracer(self.watched).read(operand.tensor, index)
+            tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
         except UnreadError:
             return None
-        module = self.values.module
-        if module is None or not isinstance(tokens, Called) or not any(module.get_submodule(tokens.path).children()):
-            return None  # a matrix alone is read as one, or not at all
+        if not isinstance(tokens, Called) or not _takes_tokens_apart(tokens, self.values):
+            return None
         flat, heads = self._flat(tokens), list[Tensor]()
         for codes, places, at, own in every:
             rows = self.rows_of(role, token_of(codes[:, 0])) % len(flat)
@@ -208,20 +212,8 @@ class OperandReader:
         learnt = {one.name for one in every if isinstance(one, Learnt)}
         found = self.watched.parameters.projection(elements, flat[token], self.watched.tolerance, learnt)
         if found is None:
-            return self._of_module(role, operation, wanted)
-        return Projection(found.weight, found.bias, found.factor, tokens=tokens)
-
-    def _of_module(self, role: str, operation: Operation, wanted: Tensor) -> Projection:
-        """Take what a sub-module gives where its matrix is made of several parameters, as with LoRA."""
-        try:
-            made = Tracer(self.watched).read(operation.outputs[0].tensor, self.watched.judgement.attention.first.index)
-        except UnreadError:
-            made = Joined(())
-        module = self.values.module
-        plain = isinstance(made, Called) and module is not None and type(module.get_submodule(made.path)) is nn.Linear
-        if plain or not isinstance(made, Called) or not _is_projection(made, self.values):
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
-        return Projection(feature_of(wanted), None, tokens=made)
+        return Projection(found.weight, found.bias, found.factor, tokens=tokens)
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""
@@ -237,20 +229,15 @@ class OperandReader:
             return tokens(self.values).flatten(0, -2).double()
 
 
-def _is_projection(one: Called, values: Values) -> bool:
-    """Whether a sub-module projects each token by itself, whatever its matrix is made of."""
+def _takes_tokens_apart(one: Called, values: Values) -> bool:
+    """Whether a sub-module makes something of each token by itself."""
     if one.transposed or len(one.inner) > 1:
         return False
-
-    def projected(x: Tensor) -> Tensor:
-        return values.called(one.path, (x,), dict(one.numbers))
-
     with torch.no_grad():
         x = one.inner[0](values)
         y = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype)
-        ends = torch.cat([projected(y[:, :1]), projected(y[:, -1:])], 1)
-        apart = projected(x + y) - projected(y), projected(x) - projected(torch.zeros_like(x))
-        return near(*apart, SINGLE) and near(ends, projected(y)[:, [0, -1]], SINGLE)
+        every, *ends = (values.called(one.path, (part,), dict(one.numbers)) for part in (y, y[:, :1], y[:, -1:]))
+        return near(torch.cat(ends, 1), every[:, [0, -1]], SINGLE)
 
 
 def first_alike(weight: Tensor) -> Tensor:

@@ -88,11 +88,13 @@ class Program:
         """Give the averaged values of all heads, (b, h, q, d)."""
         query, key, value = self._scaled_queries(values), self.key(values), self.value(values)
         if self.cap or self.sink is not None:
-            return self._weights(self.scores(values, may_attend), values) @ value
+            return self.weights(values, may_attend) @ value
         bias = self._added(query, key, values.parameters, may_attend)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
 
-    def _weights(self, scores: Tensor, values: Values) -> Tensor:
+    def weights(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give what the values are averaged with, (b, h, q, k)."""
+        scores = self.scores(values, may_attend)
         if self.sink is None:
             return scores.softmax(-1)
         sink = self.sink(values).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -158,6 +158,12 @@ class Watched:
             None,
         )
 
+    def call_around(self, index: int) -> ModuleCall | None:
+        """Give the outermost sub-module that runs an operation and holds nothing of the attention itself."""
+        first, last = self.judgement.attention.first.index, self.judgement.attention.last.index
+        around = (call for call in self.recorder.calls if call.path and call.first <= index < call.end)
+        return next((call for call in around if not call.first <= first <= last < call.end), None)
+
     def positions(self, tensor: Tensor, made_by: Operation) -> Tensor | None:
         """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
+from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
+from equivalence_tests.checker.engine.vocabulary import DRAWS
 from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of, same_numbers
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
@@ -30,7 +32,7 @@ from equivalence_tests.checker.reporting.findings import Exercise, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
 
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
-DRAWS = 16  # a layer may be skipped in few of them
+SEEDS = 16  # a layer may be skipped after few of them
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -51,7 +53,9 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
     if _differs_by_itself(trial):
-        walk.check(f"{label} (two calls)", {"random_in_eval": ()}, path, f"seen in {DRAWS} calls with one input")
+        drew = (one.frames for one in operations_of(lambda: trial.output(trial.inputs())) if one.name in DRAWS)
+        evidence = f"seen in {SEEDS} calls with one input"
+        walk.check(f"{label} (two calls)", {"random_in_eval": next(drew, ())}, path, evidence)
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
         walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items()}
@@ -78,7 +82,7 @@ def _differs_by_itself(trial: Trial) -> bool:
         return trial.output(trial.inputs()).double().nan_to_num()
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        first, *others = (ask(partial(output, seed)).value for seed in range(DRAWS))
+        first, *others = (ask(partial(output, seed)).value for seed in range(SEEDS))
     return first is not None and not all(x is None or torch.allclose(x, first) for x in others)
 
 
