@@ -340,6 +340,8 @@ def judged_in_forks(monkeypatch: pytest.MonkeyPatch) -> Report:
     """Judge at three lengths, each process a copy of this one."""
     if "fork" not in multiprocessing.get_all_start_methods():
         pytest.skip("this system cannot fork")
+    if torch.cuda.is_initialized():
+        pytest.skip("a copy of a process that has used the GPU cannot go backward")
     monkeypatch.setattr(running, "get_context", lambda _: multiprocessing.get_context("fork"))
     monkeypatch.setattr(running, "kernels_for", lambda _: ([SDPA], []))
     named = [SITUATIONS[f"length {length}"] for length in (1, 16, 64)]
