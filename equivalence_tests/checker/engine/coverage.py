@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,12 +37,9 @@ CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNOREC
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
 SHOWS = re.compile(r"return|need|output|average|verbose", re.IGNORECASE)
-# Arguments that number tokens: where each stands, where all of them begin, or to which of several sequences it belongs.
+# Arguments that number tokens: where each stands, or where all of them begin.
 POSITIONS = re.compile(r"^(input_|token_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
 OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
-PACKED = re.compile(
-    r"(seg(ment)?|doc(ument)?|seq(uence)?|sample|pack(ed)?|example)s?_?(ids?|idx|indices)$", re.IGNORECASE
-)
 NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 Beside = Callable[[Inputs], dict[str, Any]]
 # Stages in which no option asks for anything but torch's formula.
@@ -300,11 +297,8 @@ def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) ->
         same = "the same as 0, to the last bit" if torch.equal(later, plain) else ""
         return Exercise(name, not same, f"{LATER} gives {same or 'what 0 gives, as the first position'}")
     rows = (counted.expand(len(inputs.query), -1).clone(), counted)  # for each sample, or one for all
-    tried: Iterator[Exercise | None] = iter(())
-    if POSITIONS.search(name):
-        tried = (_positions(name, plain, output(row), output(row.flip(-1))) for row in rows)
-    elif PACKED.search(name):
-        tried = (_packed(trial, name, row // (NUMBERED // 2)) for row in rows)
+    named = rows if POSITIONS.search(name) else ()
+    tried = (_positions(name, plain, output(row), output(row.flip(-1))) for row in named)
     return next((one for one in tried if one is not None), None)
 
 
@@ -317,15 +311,3 @@ def _positions(name: str, plain: Tensor, given: Tensor | None, others: Tensor | 
     if torch.equal(others, plain):
         return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
     return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
-
-
-def _packed(trial: Trial, name: str, ids: Tensor) -> Exercise | None:
-    """With ids of two packed sequences each token sees those of its own."""
-    seen = attempt(partial(probed, trial, NUMBERED, {name: ids}))
-    if seen is None:
-        return None
-    plain, row = probed(trial, NUMBERED), ids.view(-1, NUMBERED)[0]
-    if torch.equal(seen, plain & (row[:, None] == row)):
-        return Exercise(name, True, "of two sequences in one, each token sees those of its own")
-    effect = "has no effect on what is seen" if torch.equal(seen, plain) else "does not keep two sequences apart"
-    return Exercise(name, False, f"it {effect}")

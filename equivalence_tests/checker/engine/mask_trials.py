@@ -29,7 +29,7 @@ from equivalence_tests.checker.engine.taking_part import NEVER_READ, argument_na
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
@@ -90,6 +90,9 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
         if even is not None and not even.blocked:
             return masked_departures(even, report)
     found = masks.nearest() if found is None else found
+    if found and SEGMENTS.search(masks.parameter):
+        report.coverage.append(Exercise(masks.parameter, False, "tokens see others than those of their own segment"))
+        return []
     of_queries = bool(OF_QUERIES.search(masks.parameter))
     is_mask = role_of_parameter(masks.parameter) == "mask" and not of_queries
     if is_mask or not any(one.name == "mask_never_used" for one in found):

@@ -268,6 +268,35 @@ class Windowed(Parts):
         return self.attend(*self.project(x), (places[:, None] - places).abs() >= self.window)
 
 
+class WindowOfEight(Windowed):
+    """Hides nothing at the lengths at which an attention is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        far = places[:, None] - places >= self.window
+        return self.attend(*self.project(x), far | (places > places[:, None]))
+
+
+class NumberOfEight(Parts):
+    """No name says that the number is that of a window."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        far = places[:, None] - places >= 8
+        return self.attend(*self.project(x), far | (places > places[:, None]))
+
+
+@pytest.mark.parametrize(("made", "verdict"), [(WindowOfEight, "equal"), (NumberOfEight, "unchecked")])
+def test_a_window_that_only_longer_inputs_show_is_read(made: type[nn.Module], verdict: str) -> None:
+    report = verify(made)
+    assert report.verdict == verdict, str(report)
+    assert "a query sees keys at distances from 0 to 7 only" in " ".join(str(report).split())
+
+
 class WindowWithoutEffect(Windowed):
     def forward(self, x: Tensor) -> Tensor:
         return self.attend(*self.project(x), above(x.size(1), x.size(1)))
@@ -370,6 +399,30 @@ class PackedInverted(Packed):
         return ~super().apart(ids)
 
 
+class PackedBeforeIt(Packed):
+    def apart(self, ids: Tensor) -> Tensor:
+        return (ids[:, :, None] < ids[:, None])[:, None]
+
+
+class PackedAlways(Packed):
+    def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, document_ids)
+
+
+@pytest.mark.parametrize("made", [Packed, PackedAlways])
+def test_segments_that_tokens_belong_to_are_read_as_a_mask(made: type[nn.Module]) -> None:
+    report = verify(made)
+    assert report.verdict == "equal", str(report)
+    assert "each token, which may look at those of its own" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("made", [PackedInverted, PackedBeforeIt])
+def test_segments_that_are_not_kept_apart_accuse_nobody_and_are_listed(made: type[nn.Module]) -> None:
+    report = verify(made)
+    assert report.verdict == "partial", str(report)
+    assert "segment_ids" in [exercise.what for exercise in report.not_exercised]
+
+
 class Placed(Attention):
     """Adds a table of positions, unless others are given."""
 
@@ -434,7 +487,6 @@ def covered(module: nn.Module) -> Covered:
         (Switched, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
-        (Packed, "segment_ids"),
         (Placed, "position_ids"),
         (Turned, "seq_len_offset"),
         (Turned, "token_positions"),
@@ -480,7 +532,6 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (CacheKeepsTheLastToken, "several tokens at a step, what comes back is handed to past_key_value"),
         (CacheWithALimit, "a cache of more than cache_size = 33 tokens"),
         (WindowsCutByTheCaller, "window"),
-        (PackedInverted, "segment_ids"),
         (PlacedFromOne, "position_ids"),
         (PlacedInVain, "position_ids"),
         (TurnedWithoutItsOffset, "seq_len_offset"),

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ class Visible:
         most: Of the distance; the length of a window. None for any.
         from_end: Whether the last query stands beside the last key; else the first beside the first.
         block: The length of the windows into which the tokens are cut; None for one of all.
+        evidence: What says that it is intended, if that is known.
     """
 
     least: int | None = None
     most: int | None = None
     from_end: bool = False
     block: int | None = None
+    evidence: str = field(default="", compare=False)
 
     @property
     def is_everything(self) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from equivalence_tests.checker.engine.checks import judge_checks
+from equivalence_tests.checker.engine.conventions import Conventions
+from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
@@ -47,6 +49,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
+LONGEST = "9 queries"
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
@@ -73,13 +76,22 @@ class Held:
         module, layout = situation.subject.module, layout_of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
-        if not comparison.agrees and comparison.worst.case.startswith(WITH) and not program.bias.visible.is_everything:
-            other = replace(program, mask_replaces=True)  # a mask may take the place of what is hidden without one
+        for other in () if comparison.agrees else self._others(program, comparison.worst.case, layout):
             again = self._comparison(other, layout, tolerance)
             program, comparison = (other, again) if again.agrees else (program, comparison)
         steps = (*program.steps(module, Parameters.of(module)), *self._of_heads(program), *self._of_arguments(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
         return Holding(program, Parameters.of(module), steps, comparison, rest)
+
+    def _others(self, program: Program, case: str, layout: Layout) -> Iterator[Program]:
+        """Give what else may hide keys where one call has other numbers: a mask in the place of it, or a window."""
+        if case.startswith(WITH) and not program.bias.visible.is_everything:
+            yield replace(program, mask_replaces=True)
+        if case.startswith(LONGEST) and self.situation.trial.plan.self_attention:
+            found = self._seen_at(LENGTHS[-1][0], LENGTHS[-1][0])
+            own, longer = Conventions(found.judgements[0], found.call.module).own_mask(), read(found, layout)[0]
+            visible = replace(longer.bias.visible, evidence=own.evidence if own is not None else "")
+            yield replace(longer, bias=replace(longer.bias, visible=visible))
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""
@@ -98,16 +110,15 @@ class Held:
             except UnreadError:
                 if case.lengths is None:
                     raise
-                return self._read_at(*case.lengths, layout)(*given)
+                return read(self._seen_at(*case.lengths), layout)[0](*given)
             except NOT_ITS_SIZE as error:
                 raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
 
         return computed
 
-    def _read_at(self, queries: int, keys: int, layout: Layout) -> Program:
+    def _seen_at(self, queries: int, keys: int) -> Examination:
         sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
-        other = situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes))
-        return read(other.found, layout)[0]
+        return situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes)).found
 
     def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""

@@ -309,7 +309,7 @@ class Program:
         if self.cap:
             yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
-            yield Step(str(self.bias.visible), "", "mask")
+            yield Step(str(self.bias.visible), self.bias.visible.evidence, "mask")
 
 
 def _is_norm(module: nn.Module) -> bool:

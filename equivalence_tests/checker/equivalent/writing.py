@@ -45,9 +45,11 @@ MASK_SHAPES: Mapping[str, str] = {
     "(batch, 1, 1, key)": "",
     "(1, key, batch)": ".permute(2, 0, 1)[:, None]",
     "(batch, key, 1)": ".mT[:, None]",
+    "segments (batch, key)": "[:, None]",
 }
 HIDES: Mapping[str, str] = {"look": "~{}", "block": "{}", "look_float": "{} == 0", "look_int": "{} == 0"}
 HIDES = {**HIDES, "block_float": "{} != 0", "block_int": "{} != 0", "additive": "{} < 0"}
+HIDES = {**HIDES, "segments": "{0}[..., None] != {0}[..., None, :]"}
 
 
 @dataclass(frozen=True)

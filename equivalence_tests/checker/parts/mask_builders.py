@@ -28,7 +28,7 @@ from equivalence_tests.checker.parts.mask_writing import hold_masks
 from equivalence_tests.checker.reach.arguments import MASK_ROLES, first_match
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES, in_shape
+from equivalence_tests.checker.reach.masking import COUNTS, ENCODINGS, SHAPES, in_shape
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
@@ -186,7 +186,7 @@ def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> Mea
 def _shapes(mask: torch.Size, found: torch.Size) -> list[str]:
     """List the shapes in which a mask of this size may have been handed over."""
     whole, heads = torch.ones(mask), max(found[0] // mask[0], 1)
-    return [shape for shape in SHAPES if "lengths" not in shape and in_shape(whole, shape, heads).shape == found]
+    return [shape for shape in SHAPES if not shape.startswith(COUNTS) and in_shape(whole, shape, heads).shape == found]
 
 
 def _gives(mask: Tensor, shape: str, look: Tensor) -> bool:

@@ -133,6 +133,8 @@ OF_A_NUMBER = re.compile(
     r"^(n|num|max|is|use|has|with)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
 )
 CONFIG = re.compile(r"config|cfg|(^|_)args$|params|hparams|options|^opts?$|settings|hyper")
+# To which of several sequences in one row each token belongs: it sees those of its own.
+SEGMENTS = re.compile(r"(seg(ment)?|doc(ument)?|sample|pack(ed)?|example)s?_?(ids?|idx|indices)$|seq(uence)?_?idx$")
 # What an argument of a forward is given.
 ROLE_NAMES = (
     (
@@ -140,6 +142,7 @@ ROLE_NAMES = (
         "angles",
     ),
     (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
+    (SEGMENTS.pattern, "mask"),
     (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
     (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
     (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),

@@ -28,6 +28,7 @@ SHAPES = {
     "(batch, query)": "[:, :, -1]",
     "lengths (batch,)": "[:, 0].sum(-1)",
     "lengths (batch, query)": ".sum(-1)",
+    "segments (batch, key)": ".long().argmax(-1)",  # each is numbered by its first token
     # Only what builds masks has been seen to give these.
     "(key, batch)": "[:, 0].T",
     "(key,)": "[0, 0]",
@@ -45,7 +46,9 @@ ENCODINGS = {
     "block_int": "1 = may not look, 0 = may",
     "additive": "added to the scores: 0 = may look, -inf = may not",
     "lengths": "the number of keys that may be looked at",
+    "segments": "the segment of each token, which may look at those of its own",
 }
+COUNTS = ("lengths", "segments")  # encodings of whole numbers that are no truth
 
 
 @functools.cache
@@ -81,17 +84,17 @@ class MaskForm:
 
     @property
     def pattern(self) -> str:
-        """Which masks it can express: full, shared (by all samples), keys, queries (alike for the others), lengths."""
+        """Which masks it can express: full, shared (by all samples), keys, queries (alike for others), or counts."""
         if self.shape == OF_QUERIES:
             return "queries"
-        if self.encoding == "lengths":
-            return "query_lengths" if self.shape.endswith("query)") else "lengths"
+        if self.encoding in COUNTS:
+            return "query_lengths" if self.shape.endswith("query)") else self.encoding
         return "keys" if "query" not in self.shape else "full" if "batch" in self.shape else "shared"
 
     def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         """Write (b, q, k), True = may look, in this form, into new memory."""
         x = in_shape(may_attend, self.shape, num_heads).clone(memory_format=torch.contiguous_format)
-        if self.encoding == "lengths":
+        if self.encoding in COUNTS:
             return x
         if self.encoding == "additive":
             return torch.zeros(x.shape, dtype=dtype).masked_fill(~x, -torch.inf)
@@ -116,18 +119,17 @@ class MaskForm:
 def mask_forms() -> Iterator[MaskForm]:
     """List every form, bool before numbers, per-sample masks before shared ones."""
     for encoding, shape in itertools.product(
-        [e for e in ENCODINGS if e != "lengths"],
-        [s for s in SHAPES if not s.startswith(("len", OF_QUERIES, *BUILT_ONLY))],
+        [e for e in ENCODINGS if e not in COUNTS],
+        [s for s in SHAPES if not s.startswith((*COUNTS, OF_QUERIES, *BUILT_ONLY))],
     ):
         yield MaskForm(shape, encoding)
-    yield MaskForm("lengths (batch,)", "lengths")
-    yield MaskForm("lengths (batch, query)", "lengths")
+    yield from (MaskForm(shape, shape.partition(" ")[0]) for shape in SHAPES if shape.startswith(COUNTS))
 
 
 def query_mask_forms() -> Iterator[MaskForm]:
     """List the forms of a mask that says which queries are there."""
     for encoding in ENCODINGS:
-        if encoding not in ("additive", "lengths"):
+        if encoding not in ("additive", *COUNTS):
             yield MaskForm(OF_QUERIES, encoding)
 
 
@@ -143,6 +145,9 @@ def draw_masks(pattern: str, batch: int, query_len: int, key_len: int, seed: int
         rows = torch.arange(query_len) if pattern == "query_lengths" else torch.zeros(query_len, dtype=torch.long)
         lengths = 2 + (torch.arange(batch)[:, None] + rows) % max(key_len - 2, 1)
         return torch.arange(key_len) < lengths[..., None]
+    if pattern == "segments":
+        segments = (torch.arange(batch)[:, None] + torch.arange(max(query_len, key_len))) // 2
+        return segments[:, :query_len, None] == segments[:, None, :key_len]
     if pattern == "queries":
         may = may[..., -1:].expand(-1, -1, key_len).clone()
         may[:, 0], may[:, -1] = True, False

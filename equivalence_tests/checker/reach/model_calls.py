@@ -187,9 +187,10 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
 
 def _role(parameter: Parameter) -> str:
     """Say whether an argument is a mask or segments; "" where it may be a sequence."""
-    if role_of_parameter(parameter.name) == "mask":
-        return "" if isinstance(parameter.default, bool | int | float | str) else "mask"
-    return "segments" if SEGMENTS.search(parameter.name) else ""
+    if SEGMENTS.search(parameter.name):
+        return "segments"
+    masks = role_of_parameter(parameter.name) == "mask" and not isinstance(parameter.default, bool | int | float | str)
+    return "mask" if masks else ""
 
 
 def _run(
