@@ -308,7 +308,9 @@ def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
     def expecting(attention: Attention) -> dict[int, Expectation]:
         found = {}
         for part in attention.parts:
-            query, key = part.table.query, part.table.key
+            query, key, rank = part.table.query, part.table.key, part.table.rank_query
+            if int(query.max()) >= batch * queries and int(rank.max()) < queries:  # learnt: the key says of which sample
+                query = key // keys * queries + rank
             if int(query.max()) < batch * queries and int(key.max()) < batch * keys:
                 allowed = may[query // queries, query % queries, key % keys]
                 own = _own(plain, attention, len(allowed))

@@ -182,9 +182,10 @@ def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Sli
     for one in reader.slices:
         product = one.part.product
         token = reader.rows_of("query", token_of(product.left[one.number][:, 0]))
-        key = reader.rows_of("key", token_of(product.right[one.number][:, 0])) % lengths[1]
-        own = laid[int(token[0]) // lengths[0], reader.heads.index(one.head)]
-        own[(token % lengths[0])[:, None], key] = of(one).double()
+        key = reader.rows_of("key", token_of(product.right[one.number][:, 0]))
+        sample = max(int(token[0]) // lengths[0], int(key[0]) // lengths[1])  # learnt ones are those of the first
+        own = laid[sample, reader.heads.index(one.head)]
+        own[(token % lengths[0])[:, None], key % lengths[1]] = of(one).double()
     return laid
 
 

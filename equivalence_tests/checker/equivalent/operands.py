@@ -53,9 +53,7 @@ class Projection(Affine):
 
     def projected(self, values: Values) -> Tensor:
         """Give the heads, (b, h, l, d), as they are projected."""
-        x = self.tokens(values)
-        batch = next(iter(values.given.values())).size(0)
-        x = x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])  # learnt, in each sample
+        x = in_each_sample(self.tokens, values)
         return self.of(x, values.parameters).unflatten(-1, self.weight.shape[:2]).transpose(1, 2)
 
     def __call__(self, values: Values) -> Tensor:
@@ -202,7 +200,8 @@ class OperandReader:
         flat, every = self._flat(tokens), list(all_of(tokens))
         alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
         if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
-            rows = torch.cdist(flat, tensor.detach().double().flatten(0, -2)).argmin(0)  # which of these is which
+            made = tensor.detach().double().flatten(0, -2)
+            rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
             self.numbers.setdefault(role, _row_numbers(source.codes, rows))  # other tokens than those of an argument
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
@@ -210,10 +209,16 @@ class OperandReader:
         made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
         elements = made[[where[int(place)] for place in place_of(wanted)]]
         learnt = {one.name for one in every if isinstance(one, Learnt)}
+        learnt |= {name for one in every if isinstance(one, Called) for name in self._parameters_of(one)}
         found = self.watched.parameters.projection(elements, flat[token], self.watched.tolerance, learnt)
         if found is None:
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
         return Projection(found.weight, found.bias, found.factor, tokens=tokens)
+
+    def _parameters_of(self, one: Called) -> Iterator[str]:
+        """Name the parameters of a sub-module."""
+        assert self.values.module is not None  # it has one
+        yield from (f"{one.path}.{name}" for name, _ in self.values.module.get_submodule(one.path).named_parameters())
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""
@@ -226,7 +231,13 @@ class OperandReader:
     def _flat(self, tokens: Expression) -> Tensor:
         """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
-            return tokens(self.values).flatten(0, -2).double()
+            return in_each_sample(tokens, self.values).flatten(0, -2).double()
+
+
+def in_each_sample(tokens: Expression, values: Values) -> Tensor:
+    """Give tokens of all samples, (b, l, features): learnt ones are the same in each."""
+    x, batch = tokens(values), next(iter(values.given.values())).size(0)
+    return x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])
 
 
 def _takes_tokens_apart(one: Called, values: Values) -> bool:

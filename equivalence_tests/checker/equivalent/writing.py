@@ -258,13 +258,15 @@ class AttentionWriter:
 
     def _operand(self, role: str, one: Projection) -> Iterator[str]:
         heads, own, weight, bias = _grouped(one)
-        tokens = bracketed(one.tokens(self.values))
+        tokens = one.tokens(self.values)
+        if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
+            tokens = Text(f"{bracketed(tokens)}.expand(len({self.signature.arguments[0][1]}), -1, -1)", self.writer)
         if bias is None:
             packed = sum(other.tokens == one.tokens for _, other in self.program.roles) > 1
-            yield f"{role} = {self._features(tokens, weight, packed and isinstance(one.tokens, Called))}"
+            yield f"{role} = {self._features(bracketed(tokens), weight, packed and isinstance(one.tokens, Called))}"
         else:
             self.writer.linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
-            yield f"{role} = self.{role}_proj({one.tokens(self.values)}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
+            yield f"{role} = self.{role}_proj({tokens}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
         if one.change.norm is not None:
             yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
         if one.change.rotation is not None:

@@ -66,3 +66,52 @@ def test_other_residuals_and_other_tokens_are_not_passed_over(old: str, new: str
     assert old in TEXT
     said = report_on(TEXT.replace(old, new), "Induced", tmp_path)
     assert said.startswith(("deviates", "unchecked")), said
+
+
+LATENTS = """
+import torch
+from torch import nn
+
+
+class Latents(nn.Module):
+    def __init__(self, dim, heads, count=6):
+        super().__init__()
+        self.heads = heads
+        self.latents = nn.Parameter(torch.randn(count, dim))
+        self.norm_x, self.norm_latents = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, x):
+        return x.reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+    def forward(self, x, mask=None):
+        asking = self.norm_latents(self.latents.expand(len(x), -1, -1))
+        told = self.norm_x(x)
+        q, k, v = self.split(self.q(asking)), self.split(self.k(told)), self.split(self.v(told))
+        s = q @ k.mT / q.size(-1) ** 0.5
+        if mask is not None:
+            s = s.masked_fill(~mask[:, None, None], -torch.inf)
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+WRONG_LATENTS = (
+    ("/ q.size(-1) ** 0.5", "/ q.size(-1)", "The scores are divided by head_dim"),
+    ("~mask[:, None, None], -torch.inf", "~mask[:, None, None], 0.0", "The mask "),
+    ("s.softmax(-1)", "s.softmax(-2)", "The softmax runs over the queries"),
+    ("self.v(told)", "self.v(told).roll(1, 1)", "The value is changed by roll"),
+)
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_latents_may_be_all_that_asks(inverted: bool, tmp_path: Path) -> None:
+    said = report_on(LATENTS.replace("~mask", "mask") if inverted else LATENTS, "Latents", tmp_path)
+    assert said.startswith("equal"), said
+    assert "latents takes part: the parameter latents" in said
+    assert ("(batch, key), True = may not look" if inverted else "(batch, key), True = may look") in said
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("old", "new", "sentence"), WRONG_LATENTS, ids=[new for _, new, _ in WRONG_LATENTS])
+def test_mistakes_beside_latents_are_found(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    said = report_on(LATENTS.replace(old, new), "Latents", tmp_path)
+    assert said.startswith("deviates"), said
+    assert sentence in said

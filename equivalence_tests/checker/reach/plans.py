@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -373,10 +373,24 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
         errors.append(f"{NO_OUTPUT}, but {[tuple(x.shape) for x in tensors]}")
     TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if found else errors[-1])
     if not found:
-        return None
+        return _with_learnt_queries(trial, tensors or [])
     assert tensors is not None
     output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
     return replace(trial, plan=replace(trial.plan, output=output))
+
+
+def _with_learnt_queries(trial: Trial, tensors: Sequence[Tensor]) -> Trial | None:
+    """Give the call of a module whose queries are parameters: what comes back is as long, whatever is handed over."""
+    if trial.plan.layout != "b l e" or not trial.plan.self_attention:
+        return None
+    batch, roles = trial.sizes.batch, ((name, role.replace("input", "memory")) for name, role in trial.plan.roles)
+    other = replace(trial, sizes=replace(trial.sizes, batch=batch + 1))
+    again = attempt(lambda: other.tensors(other.inputs(trial.sizes.query_len + 2, seed=2))) or []
+    for index, (x, y) in enumerate(zip(tensors, again, strict=False)):
+        if x.dim() == 3 and len(x) == batch and y.shape == (batch + 1, *x.shape[1:]):
+            sizes = replace(trial.sizes, query_len=x.size(1))
+            return replace(trial, plan=replace(trial.plan, roles=tuple(roles), output=index), sizes=sizes)
+    return None
 
 
 def _follows(trial: Trial, index: int) -> bool:
