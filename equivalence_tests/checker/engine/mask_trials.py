@@ -309,7 +309,7 @@ def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
         found = {}
         for part in attention.parts:
             query, key, rank = part.table.query, part.table.key, part.table.rank_query
-            if int(query.max()) >= batch * queries and int(rank.max()) < queries:  # learnt: the key says of which sample
+            if int(query.max()) >= batch * queries and int(rank.max()) < queries:  # learnt: keys say whose
                 query = key // keys * queries + rank
             if int(query.max()) < batch * queries and int(key.max()) < batch * keys:
                 allowed = may[query // queries, query % queries, key % keys]

@@ -258,7 +258,7 @@ class AttentionWriter:
 
     def _operand(self, role: str, one: Projection) -> Iterator[str]:
         heads, own, weight, bias = _grouped(one)
-        tokens = one.tokens(self.values)
+        tokens: Any = one.tokens(self.values)
         if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
             tokens = Text(f"{bracketed(tokens)}.expand(len({self.signature.arguments[0][1]}), -1, -1)", self.writer)
         if bias is None:
