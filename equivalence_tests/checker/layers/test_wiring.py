@@ -219,6 +219,40 @@ class GivenPartsLayer(nn.Module):
 
 
 @pytest.mark.thorough
+class SandwichLayer(layers.SequentialFeedForwardLayer):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.after = nn.ModuleList(nn.LayerNorm(self.ln_1.normalized_shape) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x)
+        x = x + self.after[0](self.attn(y, y, y)[0])
+        return x + self.after[1](self.mlp(self.ln_2(x)))
+
+
+class OneNormLayer(layers.SequentialFeedForwardLayer):
+    """Attention and feed-forward beside each other, as in GPT-J."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        del self.ln_2
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x)
+        return x + self.attn(y, y, y)[0] + self.mlp(y)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [(SandwichLayer, "a norm on both sides, x + LayerNorm(f(LayerNorm(x)))"), (OneNormLayer, "one norm serves them")],
+)
+def test_norms_on_both_sides_or_one_for_all_are_no_slip(layer: type[nn.Module], said: str) -> None:
+    report = verify(layer)
+    assert report.verdict == "equal", str(report)
+    intended = [row for _, row, _ in report.conventions] + [finding.sentence for finding in report.intended]
+    assert any(said in x for x in (*intended, str(report)))
+
+
 def test_parts_that_are_handed_to_the_constructor_are_built() -> None:
     report = verify(GivenPartsLayer)
     assert report.verdict == "equal", str(report)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -73,10 +73,18 @@ class Sums:
                     if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
                         self._stands_alone(made)
                 if len(rest) > 1:
-                    self.say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
+                    words = f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side"
+                    self.say(words, "parallel", self._one_norm(rest, start))
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
+
+    def _one_norm(self, labels: Sequence[str], stream: Terms) -> str:
+        """Say that branches read the same norm of the stream, as in GPT-J; "" where each has its own."""
+        before = self.labels.ancestors(stream)
+        behind = [self.labels.ancestors(((label, 1.0),)) - before for label in labels]
+        norms = [{x for x in one if self.labels.made[x].kind == "layer_norm"} for one in behind]
+        return "one norm serves them all" if len(norms[0]) == 1 and all(x == norms[0] for x in norms) else ""
 
     def _stands_alone(self, made: Made) -> None:
         """A matrix, or a norm, that is a sublayer by itself."""

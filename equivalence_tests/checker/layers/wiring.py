@@ -229,6 +229,7 @@ class _Stream:
         self.now = first if first and self.bases.issuperset(dict(first)) else _one(labels.add("given", "x"))
         self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == self.now
         self.done: set[str] = set()
+        self.sandwiched = False
 
     def follow(self) -> None:
         """Go from x to the output."""
@@ -247,6 +248,8 @@ class _Stream:
         normed = any(len(step.inputs[0].terms) > 1 for step in self.norms.values())
         paths = ", ".join(self.steps[label].words for label in self.sublayers)
         post = f"post-norm, LayerNorm(x + f(x)), around {paths}" if normed else ""
+        if self.sandwiched:
+            return f"a norm on both sides, x + LayerNorm(f(LayerNorm(x))), around {paths}"
         return f"pre-norm, x + f(LayerNorm(x)), around {paths}" if self.pre_norm else post
 
     def _follow_one(self, label: str, step: Made) -> None:
@@ -302,7 +305,9 @@ class _Stream:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
         beside, end = summed(used, _one(last), -1), self.steps[last]
         right = partial(self.putting.given, used, summed(self.now, _one(last)))
-        if end.kind == "layer_norm" and beside == self.now:
+        if end.kind == "layer_norm" and beside == self.now and self.pre_norm:
+            self.sandwiched = True  # a norm on both sides of a branch is no slip
+        elif end.kind == "layer_norm" and beside == self.now:
             inside = self.putting.given(_one(label), summed(self.now, _one(label)))
             self.wiring.blame("residual_after_norm", end.frames, self.putting.given(used, _one(last)) + inside)
         elif any(count > 1 for _, count in beside):
@@ -313,9 +318,11 @@ class _Stream:
             others = [x for x in self.sublayers if x in dict(beside) and self._raw(x) == self._raw(label)]
             if not others or beside != summed(self.now, _one(others[0])):
                 self._stop("residual_from_elsewhere", self._lines_of_sum(label), right())
+            self.done.add(others[0])
+            if self._query(others[0]) == self._query(label) != self._raw(label):  # one norm serves both
+                return
             apart = self._entering(others[0], summed(self.now, _one(last)))
             self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label), apart)
-            self.done.add(others[0])
 
     def _lines_of_sum(self, label: str) -> Frames:
         """The lines that first add what a part gave to something."""
