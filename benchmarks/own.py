@@ -21,12 +21,12 @@ from equivalence_tests.checker.equivalent.holding import equivalent_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import built, prepare
+from equivalence_tests.checker.reach.construction import built
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors
-from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.state import prepare, preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from scratch.validation import ArgumentValueError

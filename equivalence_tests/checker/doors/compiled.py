@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.situations import trials_for
 from equivalence_tests.checker.reach.calling import Trial
-from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.plans import Errors
-from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.state import prepare, preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult, Finding

@@ -18,9 +18,8 @@ from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.mistakes import MISTAKES
-from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.state import ask, default_dtype
+from equivalence_tests.checker.reach.state import ask, default_dtype, retype
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult
 from equivalence_tests.checker.reporting.report import Report

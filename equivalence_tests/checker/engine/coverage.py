@@ -22,11 +22,11 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths, prepare
+from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
-from equivalence_tests.checker.reach.state import attempt, held_by
+from equivalence_tests.checker.reach.state import attempt, held_by, prepare
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines

@@ -33,11 +33,11 @@ from equivalence_tests.checker.engine.visibility import (
 )
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.construction import built_with, prepare
+from equivalence_tests.checker.reach.construction import built_with
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
-from equivalence_tests.checker.reach.state import ask, attempt, held_by, switch_off
+from equivalence_tests.checker.reach.state import ask, attempt, held_by, prepare, switch_off
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.subjects import diagnose_subject
-from equivalence_tests.checker.reach.construction import prepare
-from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.state import prepare, preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.report import Report
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.reach.construction import retype
+from equivalence_tests.checker.reach.state import retype
 from equivalence_tests.checker.verify import verify
 
 

@@ -40,12 +40,11 @@ from equivalence_tests.checker.parts.kinds import (
 )
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.arguments import Sizes
-from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.proposing import other_options
-from equivalence_tests.checker.reach.state import InDouble
+from equivalence_tests.checker.reach.state import InDouble, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict

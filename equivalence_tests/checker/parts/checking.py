@@ -29,9 +29,9 @@ from equivalence_tests.checker.parts.position_writing import cases_of
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, is_right, judge
 from equivalence_tests.checker.reach.arguments import SIZES
-from equivalence_tests.checker.reach.construction import build, prepare
+from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.state import attempt, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent

@@ -5,7 +5,6 @@ size for.
 """
 
 import contextlib
-import copy
 import enum
 import inspect
 import itertools
@@ -46,10 +45,8 @@ from equivalence_tests.checker.reach.proposing import (
     scales_of,
     used_as,
 )
-from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in, source_of
-from equivalence_tests.instruments.weights import randomize_parameters
 
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
@@ -273,49 +270,6 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
             module(*[x] * count, *more)
             return
-
-
-def retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts."""
-
-    def retyped(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
-
-    module._apply(retyped)
-    for child in module.modules():
-        for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                setattr(child, name, retyped(value))
-            elif name not in OF_ANY_MODULE:
-                setattr(child, name, _casting_to(value, dtype))
-
-
-def _casting_to(held: Any, dtype: torch.dtype) -> Any:
-    """A dtype of floats, or a copy of a config that names some, with this one instead; anything else as it is."""
-    if isinstance(held, torch.dtype):
-        return dtype if held.is_floating_point else held
-    named = held if isinstance(held, dict) else getattr(held, "__dict__", {})
-    floats = [key for key, x in named.items() if isinstance(x, torch.dtype) and x.is_floating_point]
-    if not floats or callable(held):
-        return held
-    changed = copy.copy(held)
-    (changed if isinstance(changed, dict) else vars(changed)).update(dict.fromkeys(floats, dtype))
-    return changed
-
-
-def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Give a module random parameters, in eval mode and in this precision, without touching its own code.
-
-    A single number that is frozen is a setting, such as a scale, and stays.
-    """
-    retype(module, dtype)
-    module.eval()  # a train() of the user's own may return nothing
-    settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
-    randomize_parameters(module, seed=0)
-    with torch.no_grad():
-        for x, before in settings:
-            x.copy_(before)
-    return module
 
 
 def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:

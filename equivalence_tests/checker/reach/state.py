@@ -1,6 +1,7 @@
-"""Run the user's code, and leave the state of Python, of torch and of a module as it was found."""
+"""Run the user's code, its parameters drawn anew, and leave the state of Python, of torch and of a module as it was."""
 
 import contextlib
+import copy
 import io
 import itertools
 import os
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.lines import raised_in, source_of
+from equivalence_tests.instruments.weights import randomize_parameters
 
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
@@ -157,6 +159,49 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def retype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts."""
+
+    def retyped(x: Tensor) -> Tensor:
+        return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
+
+    module._apply(retyped)
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                setattr(child, name, retyped(value))
+            elif name not in OF_ANY_MODULE:
+                setattr(child, name, _casting_to(value, dtype))
+
+
+def _casting_to(held: Any, dtype: torch.dtype) -> Any:
+    """A dtype of floats, or a copy of a config that names some, with this one instead; anything else as it is."""
+    if isinstance(held, torch.dtype):
+        return dtype if held.is_floating_point else held
+    named = held if isinstance(held, dict) else getattr(held, "__dict__", {})
+    floats = [key for key, x in named.items() if isinstance(x, torch.dtype) and x.is_floating_point]
+    if not floats or callable(held):
+        return held
+    changed = copy.copy(held)
+    (changed if isinstance(changed, dict) else vars(changed)).update(dict.fromkeys(floats, dtype))
+    return changed
+
+
+def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Give a module random parameters, in eval mode and in this precision, without touching its own code.
+
+    A single number that is frozen is a setting, such as a scale, and stays.
+    """
+    retype(module, dtype)
+    module.eval()  # a train() of the user's own may return nothing
+    settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
+    randomize_parameters(module, seed=0)
+    with torch.no_grad():
+        for x, before in settings:
+            x.copy_(before)
+    return module
 
 
 @contextlib.contextmanager
