@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.conventions import modules_around
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.engine.running import Call, called_by_hooks
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
@@ -116,5 +116,4 @@ def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:
 
 def recorded(module: nn.Module, run: ModelRun, source: Tensor, target: Tensor | None) -> Run:
     """Run a model once, and record it."""
-    with called_by_hooks(module):
-        return Call(run.call, (source, target), module=module).run(read=False)
+    return Call(run.call, (source, target), module=module).run(read=False)

@@ -1,7 +1,7 @@
 """The calls in which a layer, a stack or a model is compared as a whole: what its forward is given, at many sizes."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, inputs_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.reach.masking import draw_masks
@@ -32,36 +32,6 @@ class Sizes:
     batch: int
     source: int | None = None
     target: int | None = None
-
-
-class _GivenError(Exception):
-    """Ends a call as soon as it is known what the forward is given."""
-
-
-def arguments_of(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
-    """Give what the forward of a module is given, by the names of its signature.
-
-    Args:
-        module: The module.
-        run: Calls it in some way.
-
-    Raises:
-        UnreadError: If its forward is not called, or takes what has no name of its own.
-    """
-    seen: list[dict[str, Any]] = []
-
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(bound(module, args, kwargs))
-        raise _GivenError
-
-    handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    try:
-        run()
-    except _GivenError:
-        return seen[0]
-    finally:
-        handle.remove()
-    raise UnreadError("its forward is not what is called")
 
 
 def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +117,10 @@ class Calls:
         target = self.run.target
         target = None if target is None else _like(target, sizes.batch, sizes.target, generator)
         given = self._masks(source, target, seed, masks)
-        return Call(self.module, (), arguments_of(self.module, lambda: self.run.run(source, target, given)))
+        seen = inputs_of({"": self.module}, lambda: ask(lambda: self.run.run(source, target, given)))
+        if not seen:
+            raise UnreadError("its forward is not what is called")
+        return Call(self.module, (), bound(self.module, *seen[0][1:]))
 
     def _masks(self, source: Tensor, target: Tensor | None, seed: int, names: Collection[str]) -> Given:
         """Draw the masks that are required, and those of these names."""
