@@ -208,7 +208,7 @@ class _Decoder:
             stop, x = start + length, self.tokens[:, start : start + length]
             extra = _extra(trial, protocol, start, length, handed) | self.hiding(start, stop)
             with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
-                returned = trial.returned(Inputs(x, x, x), extra, changing=True)
+                returned = replace(trial, first=start).returned(Inputs(x, x, x), extra, changing=True)
             if protocol.fed_back is not None:
                 new = returned[protocol.fed_back]
                 alone = _are_new_alone(handed, new, start, length)
@@ -387,18 +387,6 @@ def _sizes(function: nn.Module | None) -> dict[str, float]:
     return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
 
 
-def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:
-    """The angles of rotary positions, where they are arguments: those of the tokens of a step."""
-    form, inputs = trial.plan.angles, trial.inputs(TOKENS)
-    names = [name for name, role in trial.plan.roles if role == "angles"] if form is not None else []
-
-    def of_the_step(x: Tensor) -> Tensor:
-        return x.narrow(x.shape.index(TOKENS), start, stop - start)
-
-    made = {name: trial.angles(name, form, inputs) for name in names if form is not None}
-    return {n: tuple(map(of_the_step, x)) if isinstance(x, tuple) else of_the_step(x) for n, x in made.items()}
-
-
 def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
     """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
@@ -407,9 +395,6 @@ def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: A
     given: dict[str, Any] = dict.fromkeys(holders, handed)
     if len(holders) > 1:
         given = dict(zip(holders, handed, strict=True))
-    given |= _angles(trial, start, start + length)
-    numbers = torch.arange(start, start + length).expand(trial.sizes.batch, -1)
-    given |= {name: numbers for name, role in trial.plan.roles if role == "=positions"}
     for name in names:
         if _is_switch(parameters[name]):
             given[name] = True

@@ -45,10 +45,10 @@ class AngleForm:
             yield cls(*form)
         yield cls("encoding", axes="b l c")
 
-    def build(self, name: str, x: Tensor, base: float) -> Any:
+    def build(self, name: str, x: Tensor, base: float, first: int = 0) -> Any:
         """Make the argument of this name for tokens of one head, (len, head_dim); "encoding": (b, len, embed_dim)."""
         steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
-        angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+        angles = torch.outer(torch.arange(first, first + x.size(-2), dtype=x.dtype), steps)
         if self.kind == "encoding":
             return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., : x.size(-1)].expand_as(x)
         if self.kind == "complex":

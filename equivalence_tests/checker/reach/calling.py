@@ -131,6 +131,7 @@ class Trial:
         sizes: Of the inputs; the number of heads also for the layouts and masks that show it.
         dtype: Precision of the call.
         adapted: The user's own ``call(function, query, key, value, may_attend)``.
+        first: Position of the first query, where positions or angles are arguments.
     """
 
     function: Callable[..., Any]
@@ -138,6 +139,7 @@ class Trial:
     sizes: Sizes
     dtype: torch.dtype = torch.float64
     adapted: Callable[..., Any] | None = None
+    first: int = 0
 
     @property
     def called(self) -> Callable[..., Any]:
@@ -211,7 +213,7 @@ class Trial:
             width = columns_of(length)
             constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
             constants |= {"=height": length // width, "=width": width}
-            constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
+            constants["=positions"] = torch.arange(self.first, self.first + length).expand(inputs.query.size(0), -1)
             if role == "=state":
                 return empty_state(self.function, name, self.sizes, len(inputs.query))
             if role.startswith("=("):
@@ -229,10 +231,10 @@ class Trial:
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out
 
     def angles(self, name: str, form: AngleForm, inputs: Inputs) -> Any:
-        """Make the argument of this name for the positions of the queries, from 0."""
+        """Make the argument of this name for the positions of the queries."""
         x = inputs.query.to(self.dtype)
         head = x[0, :, : inputs.query.size(-1) // self.sizes.num_heads]
-        return form.build(name, x if form.kind == "encoding" else head, base_of(self.function))
+        return form.build(name, x if form.kind == "encoding" else head, base_of(self.function), self.first)
 
 
 @functools.lru_cache(maxsize=256)
