@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.same import TABLE, near
+from equivalence_tests.checker.engine.same import TABLE, identical, near
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.equivalent.expressions import (
@@ -81,7 +81,7 @@ class Tracer:
         data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
         if not data:
             raise UnreadError(f"{call.path} makes something of no tokens")
-        if next(module.parameters(), None) is None and _same(data[0], call.outputs[0]):
+        if next(module.parameters(), None) is None and identical(data[0], call.outputs[0]):
             return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
         given = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
@@ -182,7 +182,7 @@ class Tracer:
             return None
         first = inputs[0][..., : tensor.size(-2), :]
         tokens = next(iter(self.watched.given.values())).size(1)
-        return Learnt(name, rows=True) if tokens == tensor.size(-2) and _same(first, tensor) else None
+        return Learnt(name, rows=True) if tokens == tensor.size(-2) and identical(first, tensor) else None
 
     def _spread(self, x: Tensor, over: Tensor, before: int) -> Expression:
         """What takes part in a product: a number for each head, or token, has its features still to come."""
@@ -203,7 +203,3 @@ class Tracer:
                 if torch.equal(part.flatten(), wanted.flatten()) or torch.equal(part.mT.flatten(), wanted.flatten()):
                     return Made("cut", (whole,), (axis, start, count))
         return None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
+from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import looks_ahead
-from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded, same_numbers
+from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
@@ -333,7 +334,7 @@ def _inputs(ran: Run, path: str) -> list[Tensor]:
 def _chained(ran: Run, path: str, number: int) -> bool:
     """Whether a layer of a stack reads the output of the one before it, or at least not the same as the first."""
     first, given = (_inputs(ran, f"{path}.{i}") for i in (0, number))
-    repeated = bool(given) and len(first) == len(given) and all(map(same_numbers, first, given))
+    repeated = bool(given) and len(first) == len(given) and all(map(identical, first, given))
     return not repeated or _reads(ran, f"{path}.{number}", f"{path}.{number - 1}")
 
 

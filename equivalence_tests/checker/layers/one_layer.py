@@ -14,8 +14,9 @@ from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
+from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.vocabulary import DRAWS
-from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of, same_numbers
+from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of
@@ -174,6 +175,6 @@ def _add_maps(walk: Walk, label: str, path: str, trial: Trial) -> None:
     maps = [x for x in returned if x.dim() >= 3 and x.size(-2) == queries]
     own, crossed = ([x for x in maps if x.size(-1) == length] for length in (queries, keys))
     if own or crossed:
-        twice = not crossed and any(same_numbers(x, y) for i, x in enumerate(own) for y in own[:i])
+        twice = not crossed and any(identical(x, y) for i, x in enumerate(own) for y in own[:i])
         mistakes: dict[str, Frames] = {"cross_maps_are_self_maps": ()} if twice else {}
         walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice")

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.conventions import modules_around
@@ -94,11 +93,6 @@ def one_of_each(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mo
     for path, child in found:
         first.setdefault(mark_of(child), (path, child))
     return list(first.values())
-
-
-def same_numbers(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal, in shape too."""
-    return x.shape == y.shape and torch.equal(x, y)
 
 
 def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:

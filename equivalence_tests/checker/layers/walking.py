@@ -20,13 +20,14 @@ from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
-from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
+from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded
 from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, proofs_in_whole
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import (
@@ -228,7 +229,7 @@ def _watch(walk: Walk, run: ModelRun) -> None:
     walk.ran = recorded(module, run, run.source, run.target)
     walk.report.coverage += drawn_in(walk.ran.recorder.operations)
     given = [(call.path, [x for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2]) for call in walk.calls]
-    several = {path for path, tensors in given if not all(same_numbers(x, tensors[0]) for x in tensors)}
+    several = {path for path, tensors in given if not all(identical(x, tensors[0]) for x in tensors)}
     walk.of_one = {path for path, _ in given} - several
     try:
         walk.watched = _attentions(walk, run, held=False)
