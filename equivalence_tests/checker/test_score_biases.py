@@ -223,8 +223,8 @@ def test_queries_may_meet_a_vector_for_each_distance() -> None:
 def test_rows_that_are_not_shifted_are_of_no_distance() -> None:
     position = torch.arange(5)
     distance, place = position[:, None] - position + 4, position.expand(5, 5)
-    assert Bias(met=distance.expand(3, 5, 5)[..., None]).is_of_distance
-    assert not Bias(met=place.expand(3, 5, 5)[..., None]).is_of_distance
+    assert Bias(learnt=distance.expand(3, 5, 5)[..., None], meets=True).is_of_distance
+    assert not Bias(learnt=place.expand(3, 5, 5)[..., None], meets=True).is_of_distance
 
 
 def test_what_is_added_to_weights_has_its_line() -> None:

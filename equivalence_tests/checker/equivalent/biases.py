@@ -68,18 +68,19 @@ class Bias:
     Args:
         visible: What is hidden by the distance.
         slopes: What each head subtracts for each step of distance, (h,); None for nothing.
-        table: Which parameter element is added, (h, q, k); None for none.
-        factor: What the elements of the table are multiplied by.
+        learnt: Which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector
+            for each distance; None for none.
+        factor: What these elements are multiplied by.
+        meets: Whether the queries meet them.
         given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
-        met: Which parameter elements the queries are multiplied by, (h, q, k, d), as by a vector for each distance.
     """
 
     visible: Visible = Visible()
     slopes: Tensor | None = None
-    table: Tensor | None = None
+    learnt: Tensor | None = None
     factor: float = 1.0
+    meets: bool = False
     given: Tensor | None = None
-    met: Tensor | None = None
 
     def __call__(self, query: Tensor, key_len: int, parameters: Parameters) -> Tensor | None:
         """Give what is added for queries (b, h, q, d): (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
@@ -93,14 +94,11 @@ class Bias:
         bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
         if self.slopes is not None:
             bias = -self.slopes[:, None, None] * gap.abs()
-        if self.table is not None:
-            if self.table.shape[-2:] != (query_len, key_len):
+        if self.learnt is not None:
+            if self.learnt.shape[1:3] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
-            bias = bias + self.factor * parameters.taken(self.table)
-        if self.met is not None:
-            if self.met.shape[1:3] != (query_len, key_len):
-                raise UnreadError("what is added to the scores was read for one length only")
-            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", query, parameters.taken(self.met))
+            met = query if self.meets else torch.ones_like(query[..., :1])
+            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", met, parameters.taken(self.learnt))
         return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
 
     @property
@@ -115,14 +113,15 @@ class Bias:
 
     @property
     def _adds_nothing(self) -> bool:
-        return all(x is None for x in (self.slopes, self.table, self.given, self.met))
+        return all(x is None for x in (self.slopes, self.learnt, self.given))
 
     @property
     def is_of_distance(self) -> bool:
         """Whether the queries meet one vector for each distance."""
-        if self.met is None:
+        if self.learnt is None or not self.meets:
             return False
-        rows, gap = self.met[..., 0], torch.arange(self.met.size(1))[:, None] - torch.arange(self.met.size(2))
+        rows = self.learnt[..., 0]
+        gap = torch.arange(rows.size(1))[:, None] - torch.arange(rows.size(2))
         alike = (row[(gap == one) & (row >= 0)].unique() for row in rows for one in gap.unique())
         return all(len(found) < 2 for found in alike)
 
@@ -165,14 +164,19 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     every = torch.where(every.isnan(), -torch.inf, every)
     bias, hidden = every[0], every[0].isinf()
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
-    if not all(torch.allclose(every[0], one, atol=CLOSE) for one in every):
-        met = _met(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
-        return Bias(given=every) if met is None else Bias(_visible(hidden, gap), factor=met[1], met=met[0])
-    visible = _visible(hidden, gap)
-    if float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
+    alike = all(torch.allclose(every[0], one, atol=CLOSE) for one in every)
+    visible = _visible(hidden, gap) if alike else Visible()
+    if alike and float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
         return Bias(visible)
-    slopes = _slopes(bias, hidden, gap)
-    return Bias(visible, slopes) if slopes is not None else Bias(visible, None, *_learnt(reader, lengths, ~hidden))
+    slopes = _slopes(bias, hidden, gap) if alike else None
+    if slopes is not None:
+        return Bias(visible, slopes)
+    query = reader.found["query"](reader.values)[0].detach()
+    met = torch.ones_like(query[..., :1]) if alike else query
+    learnt = _learnt(reader, lengths, ~hidden, met) if bool((every.isinf() == hidden).all()) else None
+    if learnt is None and alike:
+        raise UnreadError("what is added to the scores is no element of a table times one number")
+    return Bias(given=every) if learnt is None else Bias(_visible(hidden, gap), None, *learnt, meets=not alike)
 
 
 def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:
@@ -232,32 +236,18 @@ def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     return slopes if close else None
 
 
-def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tuple[Tensor, float]:
-    """Find for each score which parameter element is added, (h, q, k), and what it is multiplied by."""
-    places, factors = torch.full(seen.shape, -1), set[float]()
+def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: Tensor) -> tuple[Tensor, float] | None:
+    """Find for each score which parameter elements meet a vector, (h, q, d), and their factor; None if none do."""
+    places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
     for at, found, numbers in _gradients(reader, lengths, seen):
-        if len(found) != 1:
-            raise UnreadError("what is added to the scores is no element of a table")
-        places[at] = int(found)
-        factors.add(round(float(numbers), 9))
-    if len(factors) != 1:
-        raise UnreadError("the elements of a table are multiplied by different numbers")
-    return places, factors.pop()
-
-
-def _met(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tuple[Tensor, float] | None:
-    """Find for each score which parameter elements its query meets, (h, q, k, d), and the factor; None if none."""
-    query = reader.found["query"](reader.values)[0].detach()
-    places, factors = torch.full((*seen.shape, query.size(-1)), -1), list[float]()
-    for at, found, numbers in _gradients(reader, lengths, seen):
-        features = query[at[:2]]
+        features = met[at[:2]]
         both = (paired(found[None], numbers[None], features, sign, EXACT) for sign in (1.0, -1.0))
         one = next((x for x in both if x is not None), None) if len(found) == len(features) else None
         if one is None:
             return None
         places[at] = one.weight[0]
         factors.append(one.factor)
-    usual = (1.0, query.size(-1) ** -0.5, factors[0])
+    usual = (1.0, met.size(-1) ** -0.5, factors[0])
     factor = next(x for x in usual if abs(factors[0] / x - 1) < EXACT)
     return (places, factor) if all(abs(x / factor - 1) < EXACT for x in factors) else None
 

@@ -293,14 +293,13 @@ class Program:
         scale = self.scale_of_scores
         if abs(scale * width**0.5 - 1) > ROUNDING:
             yield Step(f"the scores times {scale:.6g} in the place of 1/sqrt({width})", "", "scale")
-        if self.bias.table is not None:
-            name = parameters.name_at(int(self.bias.table.max()))
-            yield Step(f"{name} is added to the scores", f"the parameter {name}", "scores")
-        if self.bias.met is not None:
-            name = parameters.name_at(int(self.bias.met.max()))
-            said = f"the parameter {name}, a vector for each distance" if self.bias.is_of_distance else ""
+        if self.bias.learnt is not None:
+            name = parameters.name_at(int(self.bias.learnt.max()))
+            what = f"what the queries and {name} say together" if self.bias.meets else name
+            of_distance = ", a vector for each distance" * self.bias.is_of_distance
+            said = f"the parameter {name}{of_distance}" if of_distance or not self.bias.meets else ""
             stage = "scores" if said else "again"  # that a parameter takes part says nothing for where
-            yield Step(f"what the queries and {name} say together is added to the scores", said, stage)
+            yield Step(f"{what} is added to the scores", said, stage)
         if self.bias.given is not None:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:

@@ -345,11 +345,12 @@ class AttentionWriter:
             yield f"distance = queries[:, None] - keys{from_end}"
         if bias.slopes is not None:
             yield f"bias = bias - torch.tensor({bias.slopes.tolist()}).to(bias)[:, None, None] * distance.abs()"
-        if bias.table is not None:
-            yield f"bias = bias + {bias.factor!r} * {self._table(bias.table)}"
-        if bias.met is not None:
-            yield f"met = {self._rows(bias.met)}  # a vector for each query and key"
-            yield f"bias = bias + {bias.factor!r} * torch.einsum('bhqd,hqkd->bhqk', query, met)"
+        if bias.learnt is not None:
+            learnt = self._learnt(bias.learnt, "reshape(-1, {width})" if bias.meets else "flatten()")
+            if bias.meets:
+                yield f"met = {learnt}  # a vector for each query and key"
+                learnt = "torch.einsum('bhqd,hqkd->bhqk', query, met)"
+            yield f"bias = bias + {bias.factor!r} * {learnt}"
         if bias.visible.least is not None:
             yield f"bias = bias.masked_fill(distance < {bias.visible.least}, -torch.inf)"
         if bias.visible.most is not None:
@@ -358,18 +359,13 @@ class AttentionWriter:
             yield f"if {self.signature.mask} is not None:"
             yield f"    bias = bias.masked_fill({self._hidden()}, -torch.inf)"
 
-    def _table(self, places: Tensor) -> str:
-        name = self.parameters.name_at(int(places.max()))
-        index = (places - self.parameters.start[name]).clamp_min(0)
-        return f"{self.writer.parameter(name)}.flatten()[{index_of(index)}]"
-
-    def _rows(self, places: Tensor) -> str:
+    def _learnt(self, places: Tensor, laid: str) -> str:
         name, width = self.parameters.name_at(int(places.max())), places.size(-1)
         index = (places - self.parameters.start[name]).clamp_min(0)
         first = index[..., :1] // width
         if not torch.equal(index, torch.where(places < 0, 0, first * width + torch.arange(width))):
             raise UnreadError("vectors that lie across a table cannot be written down")
-        return f"{self.writer.parameter(name)}.reshape(-1, {width})[{index_of(first[..., 0])}]"
+        return f"{self.writer.parameter(name)}.{laid.format(width=width)}[{index_of(first[..., 0])}]"
 
     def _projected(self) -> str:
         output = self.program.output
