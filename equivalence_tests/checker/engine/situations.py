@@ -59,6 +59,12 @@ class Situation:
         return self.trial.plan
 
     @property
+    def arguments(self) -> dict[str, str]:
+        """The argument in each role, as a program calls it."""
+        data = [name for name, x in self.call.tensors if id(x) in self.call.seeds]
+        return {self.plan.at(name)[1]: name for name in data}
+
+    @property
     def departures(self) -> list[Departure]:
         """All departures, in the order of the stages."""
         return [*(d for found in self.found.departures for d in found), *self.extra]

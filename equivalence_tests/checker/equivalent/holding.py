@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.conventions import Conventions
 from equivalence_tests.checker.engine.running import Examination
+from equivalence_tests.checker.engine.same import TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
@@ -27,7 +29,7 @@ from equivalence_tests.checker.equivalent.comparing import (
 from equivalence_tests.checker.equivalent.deciding import Holding, accuse_with_proof, decide, left_over, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
+from equivalence_tests.checker.equivalent.plain import MADE_OF
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
 from equivalence_tests.checker.equivalent.reading import read
@@ -36,15 +38,14 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writing import AttentionWriter, Signature
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.calling import Trial, from_layout
+from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import ask
-from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent, taken
-from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
-from equivalence_tests.checker.reporting.lines import source_of
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Exercise, Finding
+from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
@@ -54,6 +55,7 @@ OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
 NO_CALL = "it cannot be called with gradients"
+BOUNDS = {torch.float64: EXACT, torch.float32: TABLE}  # of what cannot be watched
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 
 
@@ -73,7 +75,7 @@ class Held:
             return self._compared(self.situation)
 
     def _compared(self, situation: Situation) -> Holding:
-        module, layout = situation.subject.module, layout_of(situation.trial)
+        module, layout = situation.subject.module, Layout.of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
         for other in () if comparison.agrees else self._others(program, comparison.worst.case, layout):
@@ -129,7 +131,7 @@ class Held:
 
     def _of_arguments(self, program: Program) -> Iterator[Step]:
         """Each operand is made of the argument that has its role."""
-        arguments = arguments_of(self.situation)
+        arguments = self.situation.arguments
         for role, one in program.roles:
             made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
             wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
@@ -159,7 +161,7 @@ class Held:
     def _gives_the_same(self, found: Equivalent, tolerance: float) -> bool:
         """Whether the text, run as it stands, gives the numbers of the user's code, with a mask and without."""
         situation, form = self.situation, self.situation.understood
-        layout, module = layout_of(situation.trial), situation.subject.module
+        layout, module = Layout.of(situation.trial), situation.subject.module
         made = found.of(module)
         made = made if found.is_function else made.to(situation.subject.dtype).eval()
         other = form is not None and situation.plan.neutral not in (None, form)  # the text takes a mask of one form
@@ -190,17 +192,11 @@ class Held:
             yield replace(own, initial=self.situation.subject.initial)
 
 
-def layout_of(trial: Trial) -> Layout:
-    """Say how a trial lays out its arguments and its output."""
-    batch_first = partial(from_layout, layout=trial.plan.layout)
-    return Layout(batch_first, batch_first, partial(_output, place=trial.plan.output))
-
-
 def signature_of(situation: Situation) -> Signature:
     """Say how the code that was checked is called."""
     plan, data = situation.plan, [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
     arguments = tuple((name, plan.at(name)[0]) for name in data)
-    returned = _output(situation.found.run.output, plan.output)
+    returned = Layout.of(situation.trial).output(situation.found.run.output)
     return Signature(
         situation.subject.name.rpartition("/")[2],
         arguments,
@@ -209,10 +205,6 @@ def signature_of(situation: Situation) -> Signature:
         situation.understood,
         returned.dim() < 4,
     )
-
-
-def _output(returned: Any, place: int) -> Tensor:
-    return list(tensors_in((returned,)))[place]
 
 
 def case_of(
@@ -309,10 +301,8 @@ def _contradicted(findings: Sequence[Finding], situation: Situation) -> list[Fin
     """Take their proofs from findings of a call that gives torch's numbers as it is: what they put right is right."""
     seen = {one.name for one in situation.departures}
     held_against = [one for one in findings if one.proof is not None and one.name in seen]
-    if held_against:
-        proving = Proving(situation, layout_of(situation.trial))
-        if any(proving.difference(one.program) <= ABOVE_ROUNDING for one in _plain(situation)):
-            return [replace(one, proof=None, evidence="") if one in held_against else one for one in findings]
+    if held_against and any(gap <= ABOVE_ROUNDING for gap, _ in Proving(situation).plain()):
+        return [replace(one, proof=None, evidence="") if one in held_against else one for one in findings]
     return list(findings)
 
 
@@ -320,41 +310,27 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
     """Show a finding by numbers, if they can: by the exact program, or by torch's values in the user's own run."""
     if finding.is_proven:
         return finding
-    proving = Proving(situation, layout_of(situation.trial))
-    plain = [proving.difference(one.program) for one in _plain(situation)]
+    proving = Proving(situation)
+    plain = [*proving.plain()]
     unexplained = [] if exact is None else [one for one in exact.evidence(()) if not one.evidence]
     steps = [one for one in unexplained if one.is_named_by(finding)]
     if exact is not None and finding.stage != "wrap":
         gaps = [proving.difference(exact.program.without(step.stage)) for step in steps]
-        gap = max([*gaps, *plain]) if steps else 0.0
+        gap = max([*gaps, *(gap for gap, _ in plain)]) if steps else 0.0
         if not ABOVE_ROUNDING < gap < math.inf:
             return finding
         said = f"Your code returns the numbers of the program below, with this step: {steps[0].words}."
         return replace(finding, evidence=f"{said} Without it the difference is {gap:.2g}.")
-    if any(gap <= ABOVE_ROUNDING for gap in plain):  # it is torch's attention: what is found changes nothing
+    if any(gap <= ABOVE_ROUNDING for gap, _ in plain):  # it is torch's attention: what is found changes nothing
         return finding
     blamed = next((one.operation for one in situation.departures if one.name == finding.name), None)
-    proofs = (proving.proof(plain, blamed) for plain in _plain(situation))
+    proofs = (proving.proof(one, blamed) for _, one in plain)
     return replace(finding, proof=next((proof for proof in proofs if proof is not None), finding.proof))
-
-
-def _plain(situation: Situation) -> Iterator[Plain]:
-    """List the plain attentions that the code may be intended to be."""
-    sizes, module = situation.subject.sizes, situation.subject.module
-    heads = 1 if module is None and "h" not in situation.plan.layout else sizes.num_heads
-    yield from plain_programs(module, arguments_of(situation), heads, sizes.embed_dim)
-
-
-def arguments_of(situation: Situation) -> dict[str, str]:
-    """Name the argument in each role, as a program calls them."""
-    data = [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
-    return {situation.plan.at(name)[1]: name for name in data}
 
 
 def _state_difference(report: Report, situation: Situation) -> None:
     """Show the plain attention that comes nearest, and how far it is."""
-    proving = Proving(situation, layout_of(situation.trial))
-    near = min(((proving.difference(one.program), one) for one in _plain(situation)), key=lambda x: x[0], default=None)
+    near = min(Proving(situation).plain(), key=lambda x: x[0], default=None)
     if near is None or not math.isfinite(near[0]):
         return
     gap, plain = near
@@ -375,3 +351,46 @@ def equivalent_of(situation: Situation) -> Equivalent:
     """
     held = Held(situation)
     return held.written(held.holding(), Report(situation.subject.name))
+
+
+def compare_output(report: Report, situation: Situation) -> None:
+    """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays.
+
+    Args:
+        report: Receives the verdict: equal as far as it was run, or unchecked.
+        situation: One call, in which no attention was seen.
+    """
+    hidden = _what_hides(situation)
+    if not hidden:
+        return
+    subject, width = situation.subject, situation.trial.sizes.embed_dim
+    unsaid = subject.module is not None and not subject.built  # nobody says how many heads an instance has
+    counts = [number for number in range(1, width + 1) if width % number == 0] if unsaid else []
+    worst = min((gap for gap, _ in Proving(situation).plain(counts)), default=None)
+    if worst is None or worst > BOUNDS[subject.dtype]:
+        apart = "" if worst is None else f", from which it differs by {worst:.2g}"
+        report.reason = (
+            f"{hidden} Its output was compared all the same, and is not that of plain attention{apart}. Write it in "
+            "torch's functions to see where."
+        )
+        return
+    report.verdict, report.reason = "partial", ""
+    report.coverage.append(Exercise("what happens inside", False, f"{hidden} The output is that of torch's attention."))
+    masks = [name for name, role in situation.plan.roles if "mask" in role]
+    report.coverage += [Exercise(name, False, "nothing was hidden") for name in masks]
+
+
+def _what_hides(situation: Situation) -> str:
+    """Say why nothing was seen; "" where everything was."""
+    function = situation.subject.function
+    inside = function.modules() if isinstance(function, nn.Module) else [getattr(function, "__wrapped__", None)]
+    if any(isinstance(one, torch.jit.ScriptModule | torch.jit.ScriptFunction) for one in inside):
+        return "It runs as TorchScript, which hides its operations."
+    taking = situation.found.run.graph.unwatched(situation.found.run.recorder.given)
+    if taking is None:
+        return ""
+    line = code_lines(taking.frames)[-1]
+    return (
+        f"Line {line.number}, `{line.text}`, takes numbers that no torch function gave: they come from numpy, or from "
+        "a kernel of its own, and cannot be watched."
+    )

@@ -10,10 +10,11 @@ from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.equivalent.holding import Held, layout_of
+from equivalence_tests.checker.equivalent.holding import Held
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.equivalent.search import Rest, Search
+from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reporting.report import Report
 
@@ -27,7 +28,7 @@ def locate(report: Report, situation: Situation) -> None:
         report: Could not be checked; receives the finding with its proof, or the line in its reason.
         situation: One call.
     """
-    layout = layout_of(situation.trial)
+    layout = Layout.of(situation.trial)
     search = Search(
         lambda seed: situation.call.redrawn(seed or None), lambda found: layout.outward(layout.output(found))
     )
@@ -59,7 +60,7 @@ def _without(report: Report, before: Situation, repair: Repair) -> Rest | None:
 
 def _computed(situation: Situation, program: Program, seed: int) -> Tensor:
     """Give a program's numbers for the inputs of a seed."""
-    values = Proving(situation, layout_of(situation.trial)).values(seed)
+    values = Proving(situation).values(seed)
     return program(values.given, values.module, values.parameters)
 
 

@@ -1,8 +1,9 @@
 """No accusation without proof: what counts against the code is shown by numbers."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.plain import Plain
+from equivalence_tests.checker.equivalent.plain import Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.findings import ROUNDING, Proof
@@ -51,11 +52,27 @@ class Proving:
 
     Args:
         situation: The call.
-        layout: Of its arguments and its output.
     """
 
     situation: Situation
-    layout: Layout
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of its arguments and its output."""
+        return Layout.of(self.situation.trial)
+
+    def plain(self, counts: Sequence[int] = ()) -> Iterator[tuple[float, Plain]]:
+        """List the plain attentions that the code may be intended to be, each with how far the code is from it.
+
+        Args:
+            counts: How many heads it may have; () for as many as it was built with.
+        """
+        situation, sizes = self.situation, self.situation.trial.sizes
+        module = situation.subject.module
+        flat = module is None and "h" not in situation.plan.layout
+        for heads in [1] if flat else counts or [sizes.num_heads]:
+            for one in plain_programs(module, situation.arguments, heads, sizes.embed_dim):
+                yield self.difference(one.program), one
 
     def proof(self, plain: Plain, blamed: Operation | None) -> Proof | None:
         """Show that torch's values make the user's code return torch's numbers, and that it does not without them.

@@ -39,10 +39,9 @@ from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
-from equivalence_tests.checker.equivalent.holding import accuse, hold
+from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
-from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales
 from equivalence_tests.checker.reach.crashes import CRASHES

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Rec
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.reach.calling import Trial, from_layout
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 EXACT, SINGLE = 1e-9, 2e-5  # relative; the second where a part is computed in float32
 
@@ -33,6 +35,12 @@ class Layout:
     inward: Callable[[Tensor], Tensor]
     outward: Callable[[Tensor], Tensor]
     output: Callable[[Any], Tensor]
+
+    @classmethod
+    def of(cls, trial: Trial) -> Self:
+        """Say how a trial lays out its arguments and its output."""
+        batch_first = partial(from_layout, layout=trial.plan.layout)
+        return cls(batch_first, batch_first, lambda returned: list(tensors_in((returned,)))[trial.plan.output])
 
     def given(self, call: Call) -> dict[str, Tensor]:
         """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
