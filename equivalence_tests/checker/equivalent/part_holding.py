@@ -52,7 +52,8 @@ class WrittenPart:
             args, kwargs, _ = call.fresh(leaves=leaves)
             if module is None or self.equivalent.is_function:
                 own = [getattr(module, name) for name in self.weights]
-                return output(names["equivalent"](*args, *own, **kwargs))
+                args, kwargs = taken(names["equivalent"], (*args, *own), kwargs)
+                return output(names["equivalent"](*args, **kwargs))
             inner = (copy.deepcopy(module.get_submodule(path)) for path in self.equivalent.handed)
             made = like(names["Equivalent"](*inner), None, torch.get_default_dtype()).eval()
             state = names["from_theirs"](module.state_dict(keep_vars=True))
