@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ SHOWS = re.compile(r"return|need|output|average|verbose", re.IGNORECASE)
 POSITIONS = re.compile(r"^(input_|token_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
 OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
 NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
-Beside = Callable[[Inputs], dict[str, Any]]
 # Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
 
@@ -60,29 +59,31 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     covered.findings += findings
     given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
     others = [p for p in parameters_of(trial.function) if p.name not in {*given, *exercised, *caches}]
-    _angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
-    for parameter in (parameter for parameter in others if parameter.name not in covered.angles):
-        _argument(parameter, covered)
+    located = _with_angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
+    for parameter in (one for one in others if (one.name, "angles") not in located.plan.roles):
+        _argument(parameter, covered, located)
     return covered
 
 
-def _angles(names: list[str], covered: Covered) -> None:
-    """Hand over the angles of rotary positions, all arguments of them at once."""
-    inputs, seen, fitting = covered.trial.inputs(), list[Finding](), dict[str, AngleForm]()
-    for form in AngleForm.all() if names and not covered.trial.plan.positional else ():
-        covered.angles = dict.fromkeys(names, form)
-        judged = attempt(lambda: covered.judged(inputs, covered.tables(inputs)))
-        if judged is not None and (not fitting or not judged[0]):
-            seen, fitting = judged[0], covered.angles
-        if fitting and not seen:
+def _with_angles(names: list[str], covered: Covered) -> Trial:
+    """Hand over the angles of rotary positions, all arguments of them at once, and give the call with them."""
+    trial, seen, fitting = covered.trial, list[Finding](), covered.trial
+    roles = (*trial.plan.roles, *((name, "angles") for name in names))
+    for form in AngleForm.all() if names and not trial.plan.positional else ():
+        other = replace(trial, plan=replace(trial.plan, roles=roles, angles=form))
+        judged = attempt(partial(replace(covered, trial=other).judged, trial.inputs(), {}))
+        if judged is not None and (fitting is trial or not judged[0]):
+            seen, fitting = judged[0], other
+        if fitting is not trial and not seen:
             break
-    named = all(re.search("cos|sin", name) for name in names)  # what any other name asks for was only guessed
-    covered.angles = fitting if named or not seen else {}
-    for name in covered.angles:
+    if seen and not all(re.search("cos|sin", name) for name in names):  # what any other name asks for was only guessed
+        return trial
+    for name in names if fitting is not trial else ():
         covered.add(name, seen, "tables of the angles of rotary positions")
+    return fitting
 
 
-def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
+def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) -> None:
     name, trial = parameter.name, covered.trial
     if trial.plan.positional:
         covered.leave_out(name, "it cannot be passed by name")
@@ -90,7 +91,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         _call_switch(name, parameter.default is not True, covered)
-    elif (numbered := numbers_exercised(trial, name, covered.tables)) is not None:
+    elif (numbered := numbers_exercised(located, name)) is not None:
         covered.exercises.append(numbered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
@@ -268,13 +269,12 @@ def _context(name: str, covered: Covered) -> None:
     covered.run(name, look, lambda what, said: covered.leave_out(what, given + said))
 
 
-def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) -> Exercise | None:
+def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
     """Call the code with numbers for an argument that numbers tokens, and say whether it does what its name says.
 
     Args:
         trial: A way to call it that was judged, without the argument.
         name: The argument.
-        beside: Gives other arguments for these inputs, such as the tables that positions are looked up in.
 
     Returns:
         What was seen; None if its name promises none of these, or if it takes something else.
@@ -282,12 +282,11 @@ def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) ->
     if not trial.plan.self_attention or trial.plan.positional:
         return None
     inputs, counted = trial.inputs(NUMBERED, NUMBERED), torch.arange(NUMBERED)
-    tables = beside(inputs)
 
     def output(given: Any) -> Tensor | None:
-        return attempt(partial(trial.output, inputs, {**tables, name: given}))
+        return attempt(partial(trial.output, inputs, {name: given}))
 
-    plain = attempt(partial(trial.output, inputs, tables))
+    plain = attempt(partial(trial.output, inputs))
     if plain is None:
         return None
     if OFFSET.search(name):  # where all tokens stand later by the same number, their distances are as before

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.state import ask
@@ -29,7 +28,6 @@ class Covered:
         exercises: What was run, or not.
         findings: What deviates.
         intended: What deviates on purpose.
-        angles: The form that each argument takes which asks for the angles of rotary positions.
     """
 
     trial: Trial
@@ -37,11 +35,6 @@ class Covered:
     exercises: list[Exercise] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     intended: list[Finding] = field(default_factory=list)
-    angles: dict[str, AngleForm] = field(default_factory=dict)
-
-    def tables(self, inputs: Inputs) -> dict[str, Any]:
-        """Make the angles that some arguments take."""
-        return {name: self.trial.angles(name, form, inputs) for name, form in self.angles.items()}
 
     def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
         """Note that something was run, with a verdict."""

@@ -221,7 +221,9 @@ class Trial:
                 return _drawn(len(inputs.query), (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
-            return self.angles(name, self.plan.angles, inputs)
+            x, angles = inputs.query.to(self.dtype), self.plan.angles
+            x = x if angles.kind == "encoding" else x[0, :, : x.size(-1) // self.sizes.num_heads]
+            return angles.build(name, x, base_of(self.function), self.first)
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, OF_QUERIES: inputs.query}
         x = tensors.get(role, inputs.query if role == "input" else inputs.key).to(self.dtype, copy=True)
         if role in POSITIONS_OF:
@@ -229,12 +231,6 @@ class Trial:
         laid_out = to_layout(x, self.plan.layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out
-
-    def angles(self, name: str, form: AngleForm, inputs: Inputs) -> Any:
-        """Make the argument of this name for the positions of the queries."""
-        x = inputs.query.to(self.dtype)
-        head = x[0, :, : inputs.query.size(-1) // self.sizes.num_heads]
-        return form.build(name, x if form.kind == "encoding" else head, base_of(self.function), self.first)
 
 
 @functools.lru_cache(maxsize=256)
