@@ -1,6 +1,5 @@
 """What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
 
-import itertools
 import math
 import operator
 import re
@@ -218,22 +217,6 @@ def terms_of(expression: Expression) -> Iterator[Expression]:
         yield expression
 
 
-def branches_of(expression: Expression) -> Iterator[str]:
-    """Name the sub-modules that have a residual connection of their own behind the attention, as a feed-forward has.
-
-    >>> both = Made("sum", (Given("x"), Attended()))
-    >>> list(branches_of(Made("sum", (both, Called("mlp", (both,))))))
-    ['mlp']
-    >>> list(branches_of(Made("sum", (both, Called("mlp", (Given("x"),))))))
-    []
-    """
-    for one in all_of(expression):
-        two = one.inner if isinstance(one, Made) and one.name == "sum" else ()
-        for branch, stream in itertools.permutations(two, 2):
-            behind = isinstance(branch, Called) and branch.inner == (stream,) and Attended() in all_of(stream)
-            yield from [branch.path] if isinstance(branch, Called) and behind else []
-
-
 def added_twice(expression: Expression) -> list[str]:
     """Name what one sum adds more than once: the arguments, the sub-modules, or else the function.
 
@@ -246,24 +229,6 @@ def added_twice(expression: Expression) -> list[str]:
     terms = list(terms_of(expression))
     twice = (one for one in dict.fromkeys(terms) if terms.count(one) > 1)
     return [getattr(one, "name", getattr(one, "path", "what attends")) for one in twice]
-
-
-def leaves_the_stream(expression: Expression) -> bool:
-    """Whether an argument is added again behind a branch that takes a sum with it, and what that sum gives is not.
-
-    >>> x, both = Given("x"), Made("sum", (Given("x"), Attended()))
-    >>> branch = Called("mlp", (Called("norm", (both,)),))
-    >>> leaves_the_stream(Made("sum", (x, branch))), leaves_the_stream(Made("sum", (both, branch)))
-    (True, False)
-    """
-    for one in all_of(expression):
-        terms = list(terms_of(one))
-        given = {x for x in terms if isinstance(x, Given)} if len(terms) > 1 else set()
-        behind = [x for x in terms if any(given & {*terms_of(y)} for y in all_of(x) if y not in given)]
-        beside = (x for x in terms if x not in behind and any(isinstance(y, Attended) for y in all_of(x)))
-        if behind and not any(beside):
-            return True
-    return False
 
 
 @dataclass

@@ -21,12 +21,11 @@ from equivalence_tests.checker.equivalent.expressions import (
     Values,
     added_twice,
     all_of,
-    branches_of,
-    leaves_the_stream,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
 
 ROUNDING = 1e-13  # of factors that are products of exact ones
 
@@ -208,11 +207,15 @@ class Program:
 
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
+        sublayers = Sublayers(around, self.query.tokens, module)
+        fed = "a feed-forward follows it" * bool(sublayers.branches)
+        if unlike := sublayers.unlike():
+            yield Step(unlike, "", "residual")
         for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
             yield Step(f"{name} is added more than once", "", "residual")
         tokens = [one.tokens for _, one in self.roles]
         called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
-        normed = [path for path in called if module is not None and _is_norm(module.get_submodule(path))]
+        normed = [path for path in called if module is not None and is_norm(module.get_submodule(path))]
         single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
         gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
         gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
@@ -221,12 +224,8 @@ class Program:
             if step.evidence and step.words == f"{projecting} is called":
                 continue
             if step.stage == "residual":
-                leaves = leaves_the_stream(around)
-                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed and not leaves else gated
-                said = said or next(
-                    (f"{path} is added to what it is given as well" for path in branches_of(around)), ""
-                )
-                yield Step(step.words, said, "residual")
+                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
+                yield Step(step.words, said or fed, "residual")
             else:
                 yield step
 
@@ -247,7 +246,7 @@ class Program:
             why = "" if module is None or further else "the module holds no matrix that could"
             yield Step(f"the {role} is not projected", why, "project")
         called = [one.tokens for _, one in self.roles if isinstance(one.tokens, Called)]
-        normed = {x.inner for x in called if module is not None and _is_norm(module.get_submodule(x.path))}
+        normed = {x.inner for x in called if module is not None and is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:
             if (one.tokens,) in normed:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
@@ -260,7 +259,7 @@ class Program:
     @staticmethod
     def _made_by(tokens: Expression, module: nn.Module | None) -> str:
         """Name the sub-module that makes the heads of a role; "" for none, and for a norm."""
-        if module is None or not isinstance(tokens, Called) or _is_norm(module.get_submodule(tokens.path)):
+        if module is None or not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
             return ""
         return tokens.path
 
@@ -309,12 +308,6 @@ class Program:
             yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), self.bias.visible.evidence, "mask")
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether all that it learns is a number for each feature."""
-    learnt = list(module.parameters())
-    return bool(learnt) and all(sum(n > 1 for n in x.shape) <= 1 for x in learnt)  # of images too: (1, features, 1, 1)
 
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:

@@ -57,7 +57,7 @@ def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:
     said = report_on(TEXT, "Induced", tmp_path)
     assert said.startswith("equal"), said
     assert "first takes tokens that are made of none that are given: the parameter points" in said
-    assert "ff is added to what it is given as well" in said
+    assert "a feed-forward follows it" in said
 
 
 @pytest.mark.sampled(2)

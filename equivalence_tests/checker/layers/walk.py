@@ -41,6 +41,7 @@ class Walk:
         heads: How many heads these may be repeated for.
         repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
         inline: Whether an attention has no module of its own, so that what surrounds it cannot be separated from it.
+        inlined: The paths of layers that compute their attention in their own forward, and are held as a whole.
     """
 
     report: Report
@@ -57,6 +58,7 @@ class Walk:
     heads: int = 1
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
     inline: bool = False
+    inlined: set[str] = field(default_factory=set)
     intended: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:

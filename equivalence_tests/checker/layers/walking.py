@@ -196,6 +196,8 @@ def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
     """Give the whole, with what is known of its parts."""
     module, report = walk.module, walk.report
     kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
+    kinds = {path: kind for path, kind in kinds.items() if not any(_is_inside(path, one) for one in walk.inlined)}
+    kinds |= dict.fromkeys(walk.inlined, "layer")  # each is held as a whole
     kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
@@ -295,14 +297,12 @@ def _add_inline(walk: Walk) -> None:
             _add_part(walk, path, report)
             walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
             return
+        if not held:
+            walk.inline = walk.inline or not path
+            walk.inlined |= {path}
         if type(child) not in seen and not held:
             seen.add(type(child))
-            walk.inline = True
             _add_part(walk, path, _held(walk, path))
-            around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
-            walk.report.coverage.append(
-                Exercise(around, False, "it has no module of its own, so they were not followed")
-            )
             for trial in ways_to_call(child, walk.sizes, Errors())[:1]:
                 add_idle_arguments(walk, path or "layer", path, trial, ())
 

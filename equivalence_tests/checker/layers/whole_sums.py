@@ -53,6 +53,10 @@ class Sums:
             return
         if sum(kind == "given" for kind in kinds.values()) > 1:
             self.say("two arguments are added", "residual")
+        layers = [label for label, kind in kinds.items() if kind == "layer"]
+        if layers and sum(kind in ("given", "embedding", "layer") for kind in kinds.values()) > 1:
+            words = self.labels.words(layers[-1])
+            self.say(f"{words}, which has residual connections of its own, is added to something else", "residual")
         for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "embedding"):
             if not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
                 self._stands_alone(made)

@@ -1,0 +1,130 @@
+"""The sublayers of a layer that is written in one forward: what its program adds to what, as in a Transformer's layer.
+
+    x = x + attention(norm1(x)); x = x + feed_forward(norm2(x)), or norm1(x + attention(x)) and so on
+
+Source: Vaswani et al. 2017, section 3.1; Xiong et al. 2020 for the norms in front.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from equivalence_tests.checker.equivalent.expressions import (
+    Attended,
+    Called,
+    Expression,
+    Learnt,
+    Made,
+    Mapped,
+    all_of,
+    inner_of,
+    terms_of,
+)
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """Compares what stands behind an attention with a Transformer's layer.
+
+    Args:
+        around: What is made of what attends.
+        tokens: What the queries are projected from.
+        module: The user's, whose sub-modules are called.
+    """
+
+    around: Expression
+    tokens: Expression
+    module: nn.Module | None
+
+    @property
+    def branches(self) -> list[Expression]:
+        """What takes a stream with what attends, and is no norm: feed-forwards."""
+        sums = [[*terms_of(one)] for one in all_of(self.around) if _is_sum(one)]
+        held = [x for terms in sums for x in terms if any(y in all_of(x) and y != x for y in terms if _attends(y))]
+        whole = [x for x in terms_of(self._bare(self.around)) if any(_is_sum(y) and _attends(y) for y in all_of(x))]
+        return [x for x in dict.fromkeys([*held, *whole]) if self._is_branch(x)]
+
+    def unlike(self) -> str:
+        """Say what is unlike a Transformer's layer; "" for nothing, or where there is no feed-forward."""
+        branches = self.branches
+        if not branches:
+            return ""
+        terms = list(terms_of(self._bare(self.around)))
+        branch, name = branches[0], self._name(branches[0])
+        stream = [x for x in terms if x != branch]
+        if len(branches) > 1 or branch not in terms:
+            return f"{' and '.join(map(self._name, branches))} are no feed-forward behind the attention"
+        if not stream:
+            return f"{name} has no residual connection"
+        if not any(map(_attends, stream)) or not any({*terms_of(x)} == {*stream} for x in all_of(branch)):
+            return f"{name} is added to something other than what it takes"
+        return self._of_attention(stream) or self._without_activation(branch)
+
+    def _of_attention(self, stream: list[Expression]) -> str:
+        """Say what is unlike it in the sum with what attends."""
+        pre_norm, behind = (
+            self._bare(self.tokens) != self.tokens,
+            len(stream) == 1 and self._bare(stream[0]) != stream[0],
+        )
+        terms = list(terms_of(self._bare(stream[0]))) if behind else stream
+        added = [x for x in terms if not _attends(x)]
+        if not added:
+            return "the attention has no residual connection"
+        if {*added} != {*terms_of(self._bare(self.tokens))} or len(added) == len(terms):
+            return "what attends is added to something other than what it is made of"
+        return "a norm stands in front of one sublayer, and behind it on the stream" if pre_norm and behind else ""
+
+    def _without_activation(self, branch: Expression) -> str:
+        """Name two linear layers that follow each other."""
+        for one in all_of(branch):
+            inner = one.inner[0] if isinstance(one, Called) and self._is_linear(one) else None
+            if isinstance(inner, Called) and self._is_linear(inner):
+                return f"no activation stands between {inner.path} and what follows it"
+        return ""
+
+    def _bare(self, one: Expression) -> Expression:
+        """Leave out norms, and the gains of a branch, around something."""
+        while isinstance(one, Called) and len(one.inner) == 1 and self._is_norm(one):
+            one = one.inner[0]
+        return one
+
+    def _is_norm(self, one: Called) -> bool:
+        assert self.module is not None  # it has sub-modules
+        return is_norm(self.module.get_submodule(one.path))
+
+    def _is_linear(self, one: Called) -> bool:
+        assert self.module is not None  # it has sub-modules
+        return isinstance(self.module.get_submodule(one.path), nn.Linear)
+
+    def _is_branch(self, one: Expression) -> bool:
+        """Whether it is made by matrices."""
+        return any(
+            isinstance(x, Mapped) or (isinstance(x, Called) and not self._is_norm(x)) for x in _outside_of_sums(one)
+        )
+
+    def _name(self, branch: Expression) -> str:
+        called = (x for x in _outside_of_sums(branch) if isinstance(x, Called | Mapped))
+        return next((x.path if isinstance(x, Called) else x.name for x in called), "what follows the attention")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether all that it learns is a number for each feature."""
+    learnt = list(module.parameters())
+    return bool(learnt) and all(sum(n > 1 for n in x.shape) <= 1 for x in learnt)  # of images too: (1, features, 1, 1)
+
+
+def _is_sum(one: Expression) -> bool:
+    return isinstance(one, Made) and one.name == "sum"
+
+
+def _attends(one: Expression) -> bool:
+    return any(isinstance(x, Attended) for x in all_of(one))
+
+
+def _outside_of_sums(one: Expression) -> Iterator[Expression]:
+    """List an expression and what it is made of, but for sums and what these are made of."""
+    if not _is_sum(one) and not isinstance(one, Learnt):
+        yield one
+        for inner in inner_of(one):
+            yield from _outside_of_sums(inner)
