@@ -465,3 +465,70 @@ def test_the_command_prints_torchs_layer(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["verify", f"{path}:PaddedPreNormLayer", "--equivalent"]).stdout
     assert "class Equivalent(nn.TransformerEncoderLayer):" in printed
     assert "src_key_padding_mask=None if pad is None else ~pad" in printed
+
+
+class Neighbours(nn.Module):
+    """The convolution module of a Conformer."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.widen, self.narrow = nn.Conv1d(d_model, 2 * d_model, 1), nn.Conv1d(d_model, d_model, 1)
+        self.depthwise, self.batch = nn.Conv1d(d_model, d_model, 3, padding=1, groups=d_model), nn.BatchNorm1d(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.glu(self.widen(self.norm(x).mT), dim=1)
+        found: Tensor = self.narrow(F.silu(self.batch(self.depthwise(y)))).mT
+        return found
+
+
+class ConformerLayer(nn.Module):
+    step = 0.5
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.before, self.after = (self.feed_forward(d_model) for _ in range(2))
+        self.attention, self.norm = nn.MultiheadAttention(d_model, num_heads, batch_first=True), nn.LayerNorm(d_model)
+        self.convolution, self.last = Neighbours(d_model), nn.LayerNorm(d_model)
+
+    @staticmethod
+    def feed_forward(d_model: int) -> nn.Sequential:
+        width = 2 * d_model
+        return nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, width), nn.SiLU(), nn.Linear(width, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.5 * self.before(x)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y)[0]
+        x = self.mixed(x, y)
+        return self.last(x + self.step * self.after(x))
+
+    def mixed(self, x: Tensor, _: Tensor) -> Tensor:
+        return x + self.convolution(x)
+
+
+class WholeStepAtTheEnd(ConformerLayer):
+    step = 1.0
+
+
+class ConvolutionWithoutResidual(ConformerLayer):
+    def mixed(self, x: Tensor, _: Tensor) -> Tensor:
+        return self.convolution(x)
+
+
+class ConvolutionOfWhatWasAttended(ConformerLayer):
+    def mixed(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + self.convolution(y)
+
+
+def test_a_conformer_is_followed() -> None:
+    report = verify(ConformerLayer)
+    assert report.verdict == "equal", str(report)
+    said = " ".join(str(report).split())
+    assert "two feed-forwards are half a step each" in said
+    assert "convolution mixes neighbouring tokens: the sub-module convolution, a Neighbours" in said
+
+
+@pytest.mark.parametrize("wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended])
+def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module]) -> None:
+    assert verify(wrong).verdict == "unchecked", str(verify(wrong))

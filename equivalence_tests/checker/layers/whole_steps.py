@@ -201,6 +201,9 @@ class Follower:
             self.sums.attended(path, data)
         if kind == "positions" and self.labels.kind(data[0]) == "positions":
             self.sums.say(f"{path} adds positions to what has positions", "scores")
+        if kind == "convolution":
+            own = f"the sub-module {path}, a {type(self.module.get_submodule(path)).__name__}"
+            self.sums.say(f"{path} mixes neighbouring tokens", "project", own)
         if kind == "linear" and self.labels.kind(data[0]) in ("linear", "feed_forward"):
             self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
         if kind == "linear" and self.labels.kind(data[0]) == "given":

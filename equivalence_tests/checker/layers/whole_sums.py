@@ -84,7 +84,9 @@ class Sums:
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
 
     def _one_norm(self, labels: Sequence[str], stream: Terms) -> str:
-        """Say that branches read the same norm of the stream, as in GPT-J; "" where each has its own."""
+        """Say that attention and feed-forward read the same norm of the stream, as in GPT-J; "" where they do not."""
+        if {self.labels.made[label].kind for label in labels} - {"attention", "feed_forward", "linear"}:
+            return ""
         before = self.labels.ancestors(stream)
         behind = [self.labels.ancestors(((label, 1.0),)) - before for label in labels]
         norms = [{x for x in one if self.labels.made[x].kind == "layer_norm"} for one in behind]
@@ -139,6 +141,7 @@ class Sums:
             calls: The labels of each part.
             module: Holds the parameters.
         """
+        self._halved()
         for path, labels in calls.items():
             kinds = [self.labels.made[label].kind for label in labels]
             owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
@@ -162,6 +165,13 @@ class Sums:
         for _, made in self.labels.of_kind("gain"):
             learnt = made.words in dict(module.named_parameters(remove_duplicate=False))
             self.say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
+
+    def _halved(self) -> None:
+        """Two feed-forwards, each added by half, stand on both sides of an attention, as in Macaron-Net."""
+        halves = {one for one in self.found if one.stage == "factor" and one.words.endswith(" times 0.5")}
+        if halves and len(halves) == 2 * len([*self.labels.of_kind("attention")]):
+            said = "two feed-forwards are half a step each, as in Macaron-Net"
+            self.found = [replace(one, evidence=said) if one in halves else one for one in self.found]
 
     def say(self, words: str, stage: str, evidence: str = "") -> None:
         """Note something that torch's layers do not have."""

@@ -148,7 +148,8 @@ def atoms_of(module: nn.Module) -> dict[str, str]:
     """List the outermost sub-modules that are looked at as wholes, by path, with their kind.
 
     Returns:
-        Parts of a known kind, torch's own layers, and under "" every other module with parameters and no children.
+        Parts of a known kind, torch's own layers, the convolution modules of Conformers, and under "" every other
+        module with parameters and no children.
     """
     chosen: dict[str, str] = {}
     for path, child in module.named_modules():
@@ -161,7 +162,21 @@ def atoms_of(module: nn.Module) -> dict[str, str]:
             chosen[path] = kind
         elif has_parameters and not any(True for _ in child.children()):
             chosen[path] = ""
+        elif _convolves(child):
+            chosen[path] = "convolution"
     return chosen
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Whether it is the convolution module of a Conformer: neighbours meet, feature by feature, and nothing attends.
+
+    >>> depthwise = nn.Conv1d(4, 4, 3, groups=4)
+    >>> _convolves(nn.Sequential(nn.Conv1d(4, 4, 1), depthwise)), _convolves(nn.Sequential(nn.Conv1d(4, 4, 1)))
+    (True, False)
+    """
+    inside = [*module.named_modules()][1:]
+    apart = (isinstance(x, nn.Conv1d | nn.Conv2d) and x.groups == x.in_channels > 1 for _, x in inside)
+    return any(apart) and not any(kind_of(path, x) in ("attention", "layers") for path, x in inside)
 
 
 def _holds_sinusoids(module: nn.Module) -> bool:
