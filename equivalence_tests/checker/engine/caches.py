@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
-from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
+from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
@@ -24,7 +24,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION, causal_switches
-from equivalence_tests.checker.reach.proposing import empty_state, parameters_of
+from equivalence_tests.checker.reach.proposing import empty_state, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding

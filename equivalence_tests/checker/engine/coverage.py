@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.covered import Covered, Judge
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
+from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
@@ -25,7 +25,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import trials_of
-from equivalence_tests.checker.reach.proposing import other_options, parameters_of
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import attempt, held_by, prepare
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise, Finding

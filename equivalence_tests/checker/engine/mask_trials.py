@@ -1,5 +1,6 @@
 """Masks that are handed over, alone in the first form in which nothing departs, else in the nearest, and in pairs."""
 
+import ast
 import inspect
 import itertools
 import re
@@ -25,7 +26,7 @@ from equivalence_tests.checker.engine.situations import (
     shifts_scores,
     situation_of,
 )
-from equivalence_tests.checker.engine.taking_part import NEVER_READ, argument_name, unread_arguments
+from equivalence_tests.checker.engine.taking_part import NEVER_READ, argument_name
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -34,7 +35,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.plans import causal_switches
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, attempt, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -46,6 +47,7 @@ OF_MASKS = re.compile("mask", re.IGNORECASE)
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
+NO_MASK = "taken for a mask, it hides nothing, and no name says so"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
@@ -97,7 +99,7 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     is_mask = role_of_parameter(masks.parameter) == "mask" and not of_queries
     if is_mask or not any(one.name == "mask_never_used" for one in found):
         return found
-    why = UNUSED_OF_QUERIES if of_queries else "taken for a mask, it hides nothing, and no name says so"
+    why = UNUSED_OF_QUERIES if of_queries else NO_MASK
     report.coverage.append(Exercise(masks.parameter, of_queries, why))
     report.notes += [f"{masks.parameter}: {why}"] if of_queries else []
     return [one for one in found if one.name != "mask_never_used"]
@@ -370,7 +372,16 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"
+    if not missing and (line := _set_to_none(trial.function, mask)):
+        return f"line {line} sets it to None, as it was built"
     return f"no {missing} is given that it could hide" if missing else ""
+
+
+def _set_to_none(function: Any, mask: str) -> int:
+    """The line that sets a mask to None under a condition that is not about the mask; 0 where none does."""
+    choices = (node for node in nodes_of(type(function)) if isinstance(node, ast.If))
+    set_in = (x for one in choices if mask not in ast.unparse(one.test) for x in (*one.body, *one.orelse))
+    return next((x.lineno for x in set_in if ast.unparse(x) == f"{mask} = None"), 0)
 
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ from equivalence_tests.checker.engine.visibility import (
     width_of_blocks,
 )
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, WEIGHS
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.reach.construction import built_with
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
@@ -179,9 +179,11 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
 
 def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
     """What is wrong in how training drops the scores or weights that a product gives."""
-    weighed = max((op.index for op, *_ in trained.names.carrying([number]) if op.name in WEIGHS), default=0)
+    weighing = [op for op, *_ in trained.names.carrying([number]) if op.name in WEIGHS]
+    weighed = min((op.index for op in weighing), default=0)
     for operation, kept, count in _dropping(evaluated, trained, [number]):
-        if operation.index < weighed and "dropout" in operation.name:
+        made = (trained.graph.ancestors(op.inputs[0], op.index, lambda maker: maker.inputs) for op in weighing)
+        if "dropout" in operation.name and any(operation in before for before in made):
             claim = f"In training, {count - len(kept)} of {count} scores became 0 here, before the softmax."
             return Departure("dropout_on_scores", "dropout", operation, {"claim": claim})
         stays = operation.index > weighed > 0 and bool((kept == 1).all())
@@ -274,21 +276,32 @@ def never_causal(situation: Situation) -> list[Departure]:
     last = situation.inputs.query.size(1) - 1
     if not claim or not bool(probed(trial, last + 1, {}, [last])[:, :-1].any()):
         return []
-    place = unused_fill(situation.found.run.operations) or judgement.attention.first
+    ran, triangles = situation.found.run.operations, {storage_of(x) for x in _triangles(module).values()}
+    reads = (op for op in ran if not triangles.isdisjoint(storage_of(slot.tensor) for slot in op.inputs))
+    place = unused_fill(ran) or next(reads, judgement.attention.first)
     return [Departure("causal_mask_never_used", "mask", place, {"claim": claim})]
+
+
+def _triangles(module: nn.Module) -> dict[str, Tensor]:
+    """The causal masks that a module keeps, by their paths."""
+    return {name: x for name, x in held_by(module).items() if isinstance(x, Tensor) and triangle_of(x)}
 
 
 def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     """Say what shows that a causal mask is intended; "" if nothing does, or if whoever calls it decides.
 
     Evidence is a switch that is on, a triangle that the instance keeps or that forward makes, or the name of the class.
-    A mask argument, or a switch that is off, leaves the causal mask to the caller.
+    A switch that is off leaves the causal mask to the caller, and so does a mask argument, unless a triangle that is
+    kept takes part without it.
 
     Args:
         module: The module; that it is not causal is known.
         call: Calls it.
     """
-    if any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)):
+    kept, ran = _triangles(module), operations_of(call)
+    taken = {storage_of(slot.tensor) for operation in ran for slot in operation.inputs}
+    takes_part = any(storage_of(x) in taken for x in kept.values())
+    if any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)) and not takes_part:
         return ""
     switched_on = next((name for name, x in vars(module).items() if x is True and SWITCHED_ON.search(name)), "")
     if switched_on:
@@ -296,10 +309,9 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     arguments = inspect.signature(type(module)).parameters.values()
     if any(SWITCH.search(p.name) and p.default is not True for p in arguments) or switch_off(module, SWITCH):
         return ""
-    kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and triangle_of(x)), "")
     if kept:
-        return f"self.{kept} is a triangle"
-    cut = (slot.value for op in operations_of(call) if op.name in ("tril", "triu") for slot in op.outputs)
+        return f"self.{next(iter(kept))} is a triangle"
+    cut = (slot.value for op in ran if op.name in ("tril", "triu") for slot in op.outputs)
     if any(map(triangle_of, cut)):
         return "forward makes a triangle"
     name = type(module).__name__

@@ -1,11 +1,9 @@
 """Which operations, and which parameters, take part in what comes back."""
 
 import ast
-import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.reach.proposing import code_of, unread_arguments
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -127,25 +126,8 @@ def _hides(run: Run) -> bool:
 def argument_name(known: str, function: Callable[..., Any]) -> str:
     """Give the name of an argument or a parameter that the recorder knows by its place, or by its path."""
     name = known.partition(":")[2]
-    places, _ = _code_of(function)
+    places, _ = code_of(function)
     return places[int(name)] if name.isdigit() and int(name) < len(places) else name
-
-
-def _code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
-    """The arguments of a function, and the code that it is written in."""
-    code = getattr(inspect.unwrap(getattr(function, "forward", function)), "__code__", None)
-    names = [] if code is None else [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-    return names[names[:1] == ["self"] :], code
-
-
-def unread_arguments(function: Callable[..., Any]) -> set[str]:
-    """The arguments that no line of a function reads."""
-    names, code = _code_of(function)
-    if code is None:
-        return set()
-    loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
-    read = {name for value in loads for name in (value if isinstance(value, tuple) else (value,))}
-    return set(names) - read.union(code.co_cellvars)
 
 
 def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:

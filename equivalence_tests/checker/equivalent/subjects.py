@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.kept import kept_of_other_sizes, written_arguments
-from equivalence_tests.checker.engine.mask_trials import hidden_together, of_all_masks
+from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.pooling import judge_pooling
@@ -144,6 +144,10 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         departures += _beyond(situation, departures, report)
     if any(departure.name == "norm_fresh_in_forward" for departure in departures):
         departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
+    guessed = [one.what for one in report.coverage if one.detail == NO_MASK]
+    if guessed and departures:  # what it was given in its place may be why it departs
+        report.reason = f"Nothing says what {guessed[0]} takes: {NO_MASK}, and what it was given may be why it departs."
+        return report
     if not situation.found.judgements:
         report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
         compare_output(report, situation)

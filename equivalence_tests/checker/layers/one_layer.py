@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.same import identical
+from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.vocabulary import DRAWS
 from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
@@ -24,7 +25,7 @@ from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
 from equivalence_tests.checker.reach.plans import Errors, trials_of
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
@@ -161,8 +162,9 @@ def add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: S
         default = parameter.default
         if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
             what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
-            said = Exercise(what, False, "its name does not say what it does")
-            numbered = numbers_exercised(trial, parameter.name)
+            idle = parameter.name in unread_arguments(trial.function)
+            said = Exercise(what, idle, NEVER_READ if idle else "its name does not say what it does")
+            numbered = None if idle else numbers_exercised(trial, parameter.name)
             walk.report.coverage.append(said if numbered is None else replace(numbered, what=what))
 
 

@@ -60,6 +60,9 @@ class Sums:
         for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "embedding"):
             if not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
                 self._stands_alone(made)
+        for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "positions"):
+            if made.inputs and not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
+                self.say(f"what {made.words} adds positions to is added to what it gives, once more", "residual")
         if branches:
             self._from_stream(value, by)
         self.labels.streams.add(value.terms)

@@ -58,6 +58,10 @@ class Value:
         """Whether it is the same sum, each token and feature at the same place."""
         return self.terms == other.terms and torch.equal(self.places, other.places)
 
+    def is_not_in(self, made: Tensor) -> bool:
+        """Whether positions were made beside it, and not added to it: they are the same for all samples."""
+        return relaid(self.places, made.shape) is None or (len(made) > 1 and bool((made == made[:1]).all()))
+
 
 def summed(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
     """Add two sums.

@@ -1,6 +1,5 @@
 """Make a module of a function of a part: layer_norm(x, gain, bias), feed_forward(x, w1, b1, w2, b2)."""
 
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -8,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from equivalence_tests.checker.reach.proposing import parameters_of
 
 EPS = 1e-5
 MOST = 64
@@ -39,7 +40,7 @@ def function_modules(function: Callable[..., Any], kind: str, width: int, ff_dim
     Yields:
         Modules for each choice of shapes, whether the function can be called with them or not.
     """
-    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty][1:]
+    required = [p.name for p in parameters_of(function) if p.default is p.empty][1:]
     choices = (_values(name.lower(), width, ff_dim if kind == "feed_forward" else 0) for name in required)
     for values in itertools.islice(itertools.product(*choices), MOST):
         yield FunctionModule(function, dict(zip(required, values, strict=True)))

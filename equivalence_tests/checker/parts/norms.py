@@ -128,7 +128,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     >>> is_rms_norm(nn.RMSNorm(3)), is_rms_norm(nn.LayerNorm(3))
     (True, False)
     """
-    name = (module.function if isinstance(module, FunctionModule) else type(module)).__name__
+    function = module.function if isinstance(module, FunctionModule) else module
+    name = getattr(function, "__name__", type(function).__name__)
     return re.search(r"(^|_)rms|rms_?norm|root_?mean", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 

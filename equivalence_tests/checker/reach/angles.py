@@ -26,8 +26,8 @@ class AngleForm:
 
     Args:
         kind: "complex" (cos + i sin), "stacked" (a last axis of cosine and sine), "angles", "both" (a tuple of cosines
-            and sines), or "encoding" (sines and cosines as wide as the tokens). An argument called cos, sin or cos_sin
-            gets just these.
+            and sines), "encoding" (sines and cosines as wide as the tokens), or "part" (a module that rotates). An
+            argument called cos, sin or cos_sin gets just these.
         places: One of ``PLACES``.
         axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
@@ -44,6 +44,7 @@ class AngleForm:
         for form in itertools.product(("both", "angles"), PLACES, AXES):
             yield cls(*form)
         yield cls("encoding", axes="b l c")
+        yield cls("part")
 
     def build(self, name: str, x: Tensor, base: float, first: int = 0) -> Any:
         """Make the argument of this name for tokens of one head, (len, head_dim); "encoding": (b, len, embed_dim)."""

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.reach.angles import AngleForm, base_of
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.construction import part_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reach.proposing import empty_state
 from equivalence_tests.checker.reach.state import attempt, keeping_state
@@ -221,7 +222,9 @@ class Trial:
                 return _drawn(len(inputs.query), (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
-            x, angles = inputs.query.to(self.dtype), self.plan.angles
+            x, angles, own = inputs.query.to(self.dtype), self.plan.angles, cast(Any, type(self.function))
+            if angles.kind == "part":
+                return part_for(own, name, self.sizes, self.dtype)
             x = x if angles.kind == "encoding" else x[0, :, : x.size(-1) // self.sizes.num_heads]
             return angles.build(name, x, base_of(self.function), self.first)
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value, OF_QUERIES: inputs.query}

@@ -6,6 +6,7 @@ size for.
 
 import contextlib
 import enum
+import functools
 import inspect
 import itertools
 import math
@@ -25,8 +26,10 @@ from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
     COUNTS_KEY_HEADS,
     DROPOUT,
+    IMAGE_SIDE,
     OF_A_NUMBER,
     PARTS,
+    PATCH_SIDE,
     SIZES,
     Sizes,
     first_match,
@@ -45,6 +48,7 @@ from equivalence_tests.checker.reach.proposing import (
     scales_of,
     used_as,
 )
+from equivalence_tests.checker.reach.state import prepare
 from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in, source_of
 
@@ -282,6 +286,7 @@ def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     use, _, whole = use.partition(" ")
     of_heads = value_for(whole, sizes)[1] == sizes.num_heads
     divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
+    divisor = PATCH_SIDE if value_for(whole, sizes)[1] == IMAGE_SIDE else divisor
     used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers, "counts": 0}
     used["decides"] = bool(ASKED_FOR.search(name))
     return (True, used[use]) if use else (known, value)
@@ -386,6 +391,14 @@ def _may_be_none(target: Any) -> set[str]:
     taken = (p for one in _classes_beside(target) if issubclass(one, nn.Module) for p in parameters_of(one))
     optional = {p.name for p in taken if p.default is None or re.search(r"\bNone\b|Optional", str(p.annotation))}
     return optional | {name for name, others in compared_by(target).items() if None in others}
+
+
+@functools.lru_cache(maxsize=16)
+def part_for(target: Any, argument: str, sizes: Sizes, dtype: torch.dtype) -> Any:
+    """Build what a forward may want handed over under this name; None where no class beside is called so."""
+    made = (built(one, sizes) for one in _parts_beside(target, argument)[:2])
+    found = next((one for one in made if one is not None), None)
+    return prepare(found, dtype) if isinstance(found, nn.Module) else found
 
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:

@@ -194,6 +194,8 @@ def _import_file(path: Path) -> ModuleType:
     packages = list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents))
     for root in path.parents[max(len(packages), 1) : DEEPEST]:  # a package need not have an __init__.py
         sys.path.insert(0, str(root))
+        if (first := path.relative_to(root).parts[0]) not in sys.modules:
+            _put_first(first, [root])  # a file inside may have the name of the package
         try:
             return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
         except ImportError as error:

@@ -103,9 +103,9 @@ def with_signature(target: Any) -> Any:
 
 
 def _has_only_a_forward(target: type) -> bool:
-    """Whether a class of no framework has a forward of its own, and its instances cannot be called."""
-    of_torch = issubclass(target, nn.Module | torch.autograd.Function)
-    return not of_torch and inspect.isfunction(vars(target).get("forward")) and "__call__" not in dir(target)
+    """Whether a class of no framework has a forward of its own, and its instances cannot be called with tensors."""
+    of_torch, forward = issubclass(target, nn.Module | torch.autograd.Function), vars(target).get("forward")
+    return not of_torch and inspect.isfunction(forward) and ("__call__" not in dir(target) or _is_of_numpy(forward))
 
 
 def _called_by_its_forward(target: type) -> type:

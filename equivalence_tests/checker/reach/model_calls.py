@@ -313,6 +313,7 @@ def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and (image or x.size(1) != length)]
     picked = [x for x in found[:1] if x.dim() == 3 and x.shape[:2] == (batch, 1)]  # of the last token: a cache follows
     picked += [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
+    picked += [x.transpose(0, 1) for x in found if x.dim() == 3 and x.shape[:2] == (length, batch) and not length_first]
     picked += [x.transpose(0, 1) if length_first else x for x in all_tokens]
     picked += [x[..., None] for x in found if x.dim() == 2 and x.shape == ids.shape[:2] and not image]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]

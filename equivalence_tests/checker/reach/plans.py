@@ -37,9 +37,11 @@ from equivalence_tests.checker.reach.proposing import (
     JOINED,
     compared_by,
     empty_state,
+    handed_on_as,
     held_by_arguments,
     parameters_of,
     ranked,
+    unread_arguments,
 )
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import NO_OUTPUT, TRIED
@@ -66,6 +68,7 @@ NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 TARGET = re.compile(r"^q_|quer|tgt|target")
 LETTER = re.compile(r"^[a-z]_?\d?$")
+ATTENDS = re.compile(r"att(n|ention)|mhs?a|multi_?head", re.IGNORECASE)
 POSITIONS = re.compile(r"pos(ition)?_?ids?$|^(\w+_)?positions$")
 WINDOW = re.compile(r"^window(_?size)?$")
 POSITION = re.compile(
@@ -176,7 +179,9 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
     parameters = parameters_of(function)
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
-    roles |= _image_sizes(roles) | _masks_left_out(roles, required)
+    roles |= _image_sizes(roles) | _masks_left_out(roles, required) | _memory_never_read(function, roles, required)
+    turning = required & handed_on_as(function, "angles")
+    roles |= {name: "angles" for name in turning if roles[name] in ("", "=0", "=False")}
     held = held_by_arguments(function)
     roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
     roles |= _of_several(held, roles)
@@ -204,6 +209,18 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     for vectors in dict.fromkeys([*((name,) for name in beside[::-1]), tuple(beside)]) if beside else ():
         one = {**roles, tensors[0]: roles[tensors[0]] or "input", **dict.fromkeys(vectors, VECTOR)}
         yield from (CallPlan(tuple(x.items()), "", positional, named=False) for x in _named_roles(one, required))
+
+
+def _memory_never_read(function: Any, roles: Mapping[str, str], required: set[str]) -> dict[str, str]:
+    """Leave out a memory that no line reads, as where a layer has the signature of torch's; one attention is left."""
+    idle = {n for n, role in roles.items() if role in ("memory", "key", "value")} & unread_arguments(function)
+    held = function.named_modules() if isinstance(function, nn.Module) else ()
+    attend = [f"{path}." for path, m in held if ATTENDS.search(type(m).__name__)]
+    outermost = [path for path in attend if not any(path != other and path.startswith(other) for other in attend)]
+    if not idle or idle & required or len(outermost) > 1:
+        return {}
+    left = [name for name, role in roles.items() if role in OF_TOKENS and name not in idle]
+    return dict.fromkeys(idle, "default") | {name: "input" for name in left if len(left) == 1}
 
 
 def _added_positions(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:

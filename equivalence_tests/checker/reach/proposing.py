@@ -1,20 +1,22 @@
 """What somebody's callable may want: its parameters, what their names say, and every choice, the likeliest first."""
 
 import ast
+import dis
 import functools
 import inspect
 import itertools
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -43,10 +45,34 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.kind not in variadic]
 
 
+def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
+    """The arguments of a function, and the code that it is written in."""
+    code = getattr(inspect.unwrap(getattr(function, "forward", function)), "__code__", None)
+    names = [] if code is None else [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return names[names[:1] == ["self"] :], code
+
+
+def unread_arguments(function: Callable[..., Any]) -> set[str]:
+    """The arguments that no line of a function reads."""
+    names, code = code_of(function)
+    if code is None:
+        return set()
+    loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
+    read = {name for value in loads for name in (value if isinstance(value, tuple) else (value,))}
+    return set(names) - read.union(code.co_cellvars)
+
+
 def nodes_of(target: Any) -> list[ast.AST]:
     """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
     written = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
     return [node for one in written for node in _nodes(source_of(one))]
+
+
+def handed_on_as(function: Any, role: str) -> set[str]:
+    """Name the arguments that a forward hands on under a name that has this role."""
+    calls = (node for node in nodes_of(type(function)) if isinstance(node, ast.Call))
+    given = ((one.arg or "", one.value) for call in calls for one in call.keywords)
+    return {value.id for name, value in given if isinstance(value, ast.Name) and role_of_parameter(name) == role}
 
 
 def asked_of_parents(target: Any) -> list[inspect.Parameter]:

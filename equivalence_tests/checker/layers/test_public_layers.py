@@ -1,0 +1,290 @@
+"""Arguments, masks and positions as public code has them, each written anew: what is right is not accused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.verify import verify
+
+
+class Causal(nn.Module):
+    """Causal by a triangle that it keeps, whatever mask it is given beside."""
+
+    def __init__(self, embed_dim: int, num_heads: int, max_len: int) -> None:
+        super().__init__()
+        self.num_heads, self.packed, self.out = (
+            num_heads,
+            nn.Linear(embed_dim, 3 * embed_dim),
+            nn.Linear(embed_dim, embed_dim),
+        )
+        self.register_buffer("triangle", torch.ones(max_len, max_len).tril())
+
+    def seen(self, length: int) -> Tensor:
+        return self.triangle[:length, :length]  # type: ignore[index]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores.masked_fill(self.seen(x.size(1)) == 0, -torch.inf)
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CutsTheLastRows(Causal):
+    def seen(self, length: int) -> Tensor:
+        return self.triangle[-length:, :length]  # type: ignore[index]
+
+
+def test_a_triangle_that_takes_part_and_hides_nothing_is_named_beside_a_mask_argument() -> None:
+    assert verify(Causal).verdict == "equal"
+    report = verify(CutsTheLastRows)
+    assert report.mistakes == ("causal_mask_never_used",), str(report)
+    assert "self.triangle[-length:, :length]" in line_of(report.findings[0])
+
+
+class DropsBesideAMap(nn.Module):
+    """Returns a map that a second softmax makes, behind the dropout of the weights."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.packed = num_heads, nn.Linear(embed_dim, 3 * embed_dim)
+        self.out, self.dropout = nn.Linear(embed_dim, embed_dim), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        context = self.dropout(scores.softmax(-1)) @ v
+        return self.out(context.transpose(1, 2).flatten(2)), scores.softmax(-1).mean(1)
+
+
+def test_a_second_softmax_behind_the_dropout_says_nothing_of_the_first() -> None:
+    assert not verify(DropsBesideAMap).mistakes
+
+
+class Layer(nn.Module):
+    """Has the signature of torch's decoder layer, and no memory; masks only where it was built with shifts."""
+
+    def __init__(self, d_model: int, nhead: int, shift: int = 0) -> None:
+        super().__init__()
+        self.attn, self.shift = nn.MultiheadAttention(d_model, nhead, batch_first=True), shift
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 3 * d_model), nn.ReLU(), nn.Linear(3 * d_model, d_model))
+
+    def forward(self, tgt: Tensor, memory: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        if self.shift == 0:
+            attn_mask = None
+        x = self.norm1(tgt)
+        x = tgt + self.attn(x, x, x, attn_mask=attn_mask)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class ReadsNoMemory(Layer):
+    """Has a second attention, which is given the target in the place of the memory."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__(d_model, nhead)
+        self.cross, self.norm3 = nn.MultiheadAttention(d_model, nhead, batch_first=True), nn.LayerNorm(d_model)
+
+    def forward(self, tgt: Tensor, memory: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        x = self.norm1(tgt)
+        x = tgt + self.attn(x, x, x, attn_mask=attn_mask)[0]
+        y = self.norm3(x)
+        x = x + self.cross(y, y, y)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+def test_what_no_line_reads_or_a_setting_leaves_out_is_no_mistake() -> None:
+    report = verify(Layer)
+    assert not report.findings, str(report)
+    assert "sets it to None, as it was built" in str(report)
+    assert verify(ReadsNoMemory).mistakes == ("cross_attention_from_decoder",)
+
+
+class Positions(nn.Module):
+    """Adds positions to what it is given, or gives them alone, for each sample."""
+
+    def __init__(self, d_model: int, alone: bool) -> None:
+        super().__init__()
+        steps = torch.arange(64)[:, None] * 10000.0 ** (-torch.arange(0, d_model, 2) / d_model)
+        self.register_buffer("table", torch.stack((steps.sin(), steps.cos()), -1).flatten(1))
+        self.alone = alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table[: x.size(1)].expand_as(x)  # type: ignore[index]
+        return rows if self.alone else x + rows
+
+
+class LengthFirst(nn.Module):
+    """Takes ids batch first, and gives tokens length first."""
+
+    alone = True
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), Positions(d_model, self.alone)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(d_model, nhead, 3 * d_model), 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.encoder((x + self.positions(x)).transpose(0, 1))
+
+
+class AddsItsTokensTwice(LengthFirst):
+    alone = False
+
+
+def test_tokens_that_are_added_once_more_to_what_has_positions_are_a_step() -> None:
+    right, wrong = verify(lambda: LengthFirst(29, 24, 3)), verify(lambda: AddsItsTokensTwice(29, 24, 3))
+    assert right.verdict == "equal", str(right)
+    assert wrong.verdict == "unchecked", str(wrong)
+    assert "adds positions to is added to what it gives, once more" in " ".join(wrong.reason.split())
+
+
+def _rotated(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs_cis[None, :, None]).flatten(3)
+
+
+class RotatesBy(nn.Module):
+    def __init__(self, dim: int, num_heads: int = 3) -> None:
+        super().__init__()
+        self.num_heads, self.packed, self.out = num_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.packed(x).chunk(3, -1))
+        q, k, v = (y.transpose(1, 2) for y in (_rotated(q, freqs_cis=pos), _rotated(k, freqs_cis=pos), v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_what_is_handed_on_as_angles_is_given_angles() -> None:
+    report = verify(RotatesBy)
+    assert report.verdict == "equal", str(report)
+    assert {one.name for one in report.intended} == {"rotary_positions"}
+
+
+def attends_beside_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    beside = sinks.reshape(-1, 1, 1)[:1].expand(len(query), query.size(1), 1) * 0 - 3
+    weights = torch.cat((query @ key.mT / query.size(-1) ** 0.5, beside), -1).softmax(-1)
+    return weights[..., :-1] @ value
+
+
+@pytest.mark.thorough
+def test_what_is_taken_for_a_mask_and_hides_nothing_accuses_nobody() -> None:
+    report = verify(attends_beside_sinks)
+    assert (report.verdict, report.findings) == ("unchecked", []), str(report)
+    assert "Nothing says what sinks takes" in report.reason
+
+
+class Patches(nn.Module):
+    """Cuts an image into so many patches in each row."""
+
+    def __init__(self, image_size: int = 32, patches_in_row: int = 2, emb_dim: int = 24) -> None:
+        super().__init__()
+        side = image_size // patches_in_row
+        self.cut = nn.Conv2d(3, emb_dim, side, stride=side)
+        self.encoder = nn.TransformerEncoderLayer(emb_dim, 3, 48, batch_first=True)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.encoder(self.cut(image).flatten(2).mT)[:, 0]
+
+
+def test_a_count_that_divides_an_image_divides_it() -> None:
+    assert verify(Patches).verdict == "equal"
+
+
+OF_NUMPY = """import numpy as np
+
+
+class Base:
+    def __call__(self, x, **kwargs):
+        return self.forward(x, **kwargs)
+
+
+class Attention(Base):
+    def __init__(self, scaled=True):
+        self.scaled = scaled
+
+    def forward(self, query, key, value):
+        scores = np.matmul(query, np.swapaxes(key, -1, -2)) / np.sqrt(query.shape[-1])
+        e = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+        return np.matmul(e / np.sum(e, axis=-1, keepdims=True), value)
+
+
+class LayerNorm(Base):
+    def __init__(self, dim):
+        self.scale, self.shift = np.ones(dim), np.zeros(dim)
+
+    def forward(self, x, **kwargs):
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        return centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-5) * self.scale + self.shift
+"""
+
+
+@pytest.mark.parametrize("name", ["Attention", "LayerNorm"])
+def test_a_class_of_numpy_that_is_called_by_the_class_above_runs_in_torchs_functions(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OF_NUMPY)
+    report = verify(f"{tmp_path / 'mine.py'}:{name}")
+    assert report.verdict == "equal", str(report)
+
+
+@pytest.mark.parametrize(
+    "change", [("/ np.sqrt(query.shape[-1])", ""), ("axis=-1, keepdims=True), value", "axis=-2, keepdims=True), value")]
+)
+def test_a_class_of_numpy_is_found_out(change: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OF_NUMPY.replace(*change))
+    assert verify(f"{tmp_path / 'mine.py'}:Attention").verdict == "deviates"
+
+
+class Rotary(nn.Module):
+    """Rotates what it is given; the same one serves all layers, and is handed to them."""
+
+    def __init__(self, head_dim: int, max_len: int) -> None:
+        super().__init__()
+        self.table: Tensor
+        angles = torch.arange(max_len)[:, None] * 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        self.register_buffer("table", torch.cat((angles, angles), -1))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        angles, halves = self.table[position_ids][:, None], x.chunk(2, -1)
+        return x * angles.cos() + torch.cat((-halves[1], halves[0]), -1) * angles.sin()
+
+
+class IsHandedARotary(nn.Module):
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.packed = num_heads, nn.Linear(embed_dim, 3 * embed_dim)
+        self.out = nn.Linear(embed_dim, embed_dim)
+
+    def keys(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:
+        return rope(x, position_ids)
+
+    def forward(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(rope(q, position_ids), self.keys(k, rope, position_ids), v)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class RotatesQueriesAlone(IsHandedARotary):
+    def keys(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:
+        return x
+
+
+def test_a_part_that_rotates_is_handed_over() -> None:
+    report = verify(IsHandedARotary)
+    assert report.verdict == "equal", str(report)
+    assert {one.name for one in report.intended} == {"rotary_positions"}
+    assert verify(RotatesQueriesAlone).verdict == "deviates"
+
+
+def test_a_file_in_a_package_may_have_its_name(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "net.py").write_text("from .parts import scale\n")
+    (tmp_path / "net" / "parts.py").write_text("def scale(q): return q.size(-1) ** -0.5\n")
+    (tmp_path / "net" / "mine.py").write_text(
+        "from .parts import scale\n\ndef attention(q, k, v):\n    return (scale(q) * q @ k.mT).softmax(-1) @ v\n"
+    )
+    assert verify(f"{tmp_path / 'net' / 'mine.py'}:attention").verdict == "equal"
