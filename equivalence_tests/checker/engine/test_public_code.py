@@ -442,9 +442,10 @@ class WithoutResidual(Attends):
         return x + self.feed_forward(x)
 
 
-def test_what_stands_around_an_attention_and_is_not_followed_is_listed() -> None:
+def test_a_feed_forward_behind_an_attention_without_a_residual_connection_is_not_equal() -> None:
     report = verify(lambda: WithoutResidual(12, 12, 3), kind="attention")
-    assert [finding.reason for finding in report.intended] == ["the sub-module feed_forward, a Sequential"]
+    assert report.verdict == "unchecked", str(report)
+    assert "the attention has no residual connection" in str(report)
 
 
 class SumsByLetters(Attends):

@@ -532,3 +532,47 @@ def test_a_conformer_is_followed() -> None:
 @pytest.mark.parametrize("wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended])
 def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module]) -> None:
     assert verify(wrong).verdict == "unchecked", str(verify(wrong))
+
+
+IMAGES = """
+import torch
+from torch import nn
+
+
+class Images(nn.Module):
+    def __init__(self, image_size=8, patch_size=4, dim=12, depth=2, num_heads=3, num_classes=5):
+        super().__init__()
+        self.patch = nn.Conv2d(3, dim, patch_size, patch_size)
+        self.cls = nn.Parameter(torch.randn(1, 1, dim))
+        self.pos = nn.Parameter(torch.randn(1, 64, dim))
+        layer = nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList(type(layer)(dim, num_heads, 2 * dim, batch_first=True) for _ in range(depth))
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, image):
+        x = self.patch(image).flatten(2).mT
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
+        x = x + self.pos[:, : x.size(1)]
+        for layer in self.layers:
+            last, x = x, layer(x)
+        return self.head(x[:, 0])
+"""
+OTHERWISE = (
+    ("x = layer(x)", "x = layer(x)", ""),
+    ("[self.cls.expand(len(x), -1, -1), x]", "[x, self.cls.expand(len(x), -1, -1)]", "another token of all tokens"),
+    ("x[:, 0]", "x[:, 1]", "another token of all tokens is taken"),
+    ("self.head(x[:, 0])", "self.head(last[:, 0])", "nothing uses what layers.1 gives"),
+    (": x.size(1)]", "x.size(1) : 2 * x.size(1)]", "pos is added from its row "),
+    ("self.pos[:, : x.size(1)]", "self.pos[:, :1]", "pos is added to each token"),
+    ("x + self.pos", "x * self.pos", "each token is multiplied by numbers of its own, of pos"),
+    ("last, x = x, layer(x)", "last, x = x, x + layer(x)", "layers.0, which has residual connections of its own, is"),
+)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("old", "new", "said"), OTHERWISE, ids=[new for _, new, _ in OTHERWISE])
+def test_what_a_model_does_to_its_tokens_is_said(old: str, new: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(IMAGES.replace(old, new), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Images")
+    assert report.verdict == ("unchecked" if said else "equal"), str(report)
+    assert said in " ".join(str(report).split())

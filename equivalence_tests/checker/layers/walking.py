@@ -302,9 +302,29 @@ def _add_inline(walk: Walk) -> None:
             walk.inlined |= {path}
         if type(child) not in seen and not held:
             seen.add(type(child))
-            _add_part(walk, path, _held(walk, path))
+            _add_part(walk, path, _with_all_around(walk, path, child))
             for trial in ways_to_call(child, walk.sizes, Errors())[:1]:
                 add_idle_arguments(walk, path or "layer", path, trial, ())
+
+
+def _with_all_around(walk: Walk, path: str, layer: nn.Module) -> Report:
+    """Examine a layer that computes its attention itself: where it stands, and if it is right there in other calls."""
+    held = _held(walk, path)
+    if held.verdict not in ("equal", "partial"):
+        return held
+    try:
+        found = examine_attention(layer, path, _adapter_of(walk, layer, walk.intended))
+    except CannotCheckError:
+        found = held
+    torch.set_default_dtype(torch.float64)
+    return held if found.verdict == "unchecked" else found
+
+
+def _adapter_of(walk: Walk, part: nn.Module, intended: Mapping[str, str]) -> Adapter:
+    """Say how wide a part is: the width of a model may be that of its input only."""
+    width = walk.sizes.embed_dim
+    wide = any(width in parameter.shape for parameter in part.parameters())
+    return Adapter(embed_dim=width if wide else None, intended=dict(intended))
 
 
 def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
@@ -337,11 +357,9 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
-    width = walk.sizes.embed_dim  # that of a model may be that of its input only
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
-    intended = {**own, **walk.intended}
-    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, intended=intended)
+    adapter = _adapter_of(walk, child, {**own, **walk.intended})
     try:
         part = (
             examine_attention(child, path, adapter)

@@ -1,5 +1,6 @@
 """Follow a run from part to part, and list what no Transformer of torch's has between them."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from equivalence_tests.checker.layers.whole_conditions import Conditions
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
+    FEATURES,
     PASSES,
     POOLS,
     SHAPED,
@@ -67,6 +69,7 @@ class Follower:
     sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
+    put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
     calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class Follower:
         except NOT_FOLLOWED as error:
             raise UnreadError(f"its wiring could not be followed ({said(error)})") from error
         self.sums.judge_parts(self.calls, self.module)
+        self._judge_unused(outputs)
         return list(dict.fromkeys(self.sums.found))
 
     def _follow(self) -> None:
@@ -283,8 +287,11 @@ class Follower:
         if not lies_in_order(data[0].places):
             self.sums.say("the tokens that something is put before lie in another order", "project")
         self.sums.used(data[0], operation.name)
-        out = operation.outputs[0]
-        self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
+        out, starts = operation.outputs[0], itertools.accumulate((x.value.size(1) for x in operation.inputs), initial=0)
+        label = self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
+        for slot, start in zip(operation.inputs, starts, strict=False):
+            own = range(start, start + slot.value.size(1)) if id(slot.tensor) in self.learnt else ()
+            self.put[label] = self.put.get(label, set()) | {*own}
 
     def _of_ids(self, operation: Operation, data: list[Value]) -> None:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
@@ -333,11 +340,18 @@ class Follower:
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
-                self._pooled("a token" if lies_in_order(value.places) else "another token", value, operation)
+                own = lies_in_order(value.places) and self._is_put(value, x)
+                self._pooled("a token" if own else "another token", value, operation)
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)
             else:
                 self._strange(operation, [value])
+
+    def _is_put(self, value: Value, taken: Tensor) -> bool:
+        """Whether a token is one of those that were put beside the others, if any were."""
+        put = [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
+        token = int(taken.flatten()[0]) // FEATURES % value.places.size(1)
+        return not any(put) or any(token in one for one in put)
 
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
@@ -358,7 +372,8 @@ class Follower:
             return
         for slot in operation.inputs:
             if slot.value.numel() == slot.value.size(-1) and (name := self._names(slot.tensor)):
-                self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}")
+                whole = self._numbers_in(name) == slot.value.numel()
+                self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}" * whole)
         for value in (one, other):
             self.labels.summed.setdefault(value.only, operation.frames)
         both = [x for x in (one, other) if x.places.dim()]
@@ -379,6 +394,7 @@ class Follower:
         name, places = self.learnt[id(x)]
         if bool((places.flatten().diff() != 1).any()):
             self.sums.say(f"{name} is added in another order", "scores")
+        self.sums.from_row(name, int(places.min()) // places.size(-1))
         learns = name in dict(self.module.named_parameters(remove_duplicate=False))
         if not learns and name not in self.added and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
             self.sums.say(f"{name} is added", "scores")
@@ -396,6 +412,8 @@ class Follower:
             return
         gains = [x for x in tensors if id(x) in self.learnt]
         if operation.name == "mul" and len(data) == 1 and gains:
+            if gains[0].dim() > 1 and gains[0].size(-2) > 1:
+                self.sums.say(f"each token is multiplied by numbers of its own, of {self._names(gains[0])}", "gate")
             self._part("gain", self._names(gains[0]), data, [out], operation.frames)
         elif operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
             self._function("product", "product", data, operation)
@@ -438,6 +456,22 @@ class Follower:
                 self.sums.say("the tokens or features that come back lie in another order", "output")
             for label, _ in value.terms:
                 self.labels.users.setdefault(label, set()).add("output")
+
+    def _judge_unused(self, outputs: list[Tensor]) -> None:
+        """Say what is computed, and of which nothing comes back: the last of what belongs together."""
+        returned = [label for x in outputs if id(x) in self.values for label, _ in self.values[id(x)].terms]
+        used = self.labels.behind(returned)
+        idle = {
+            x for path, labels in self.calls.items() if path in self.kinds and used.isdisjoint(labels) for x in labels
+        }
+        before = self.labels.behind(y for x in idle for one in self.labels.made[x].inputs for y, _ in one.terms)
+        for words in dict.fromkeys(self.labels.words(label) for label in self.labels.made if label in idle - before):
+            self.sums.say(f"nothing uses what {words} gives", "unused")
+
+    def _numbers_in(self, name: str) -> int:
+        """Count the numbers of a parameter, or of a buffer."""
+        held = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers())
+        return held[name].numel() if name in held else 0
 
     def _names(self, *tensors: Tensor) -> str:
         return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")

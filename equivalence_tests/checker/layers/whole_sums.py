@@ -29,6 +29,7 @@ class Sums:
     paths: set[str]
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
+    rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
 
     def used(self, value: Value, by: str) -> None:
         """Ask of a value that something takes whether it is the stream of tokens, or what one part gave."""
@@ -54,7 +55,7 @@ class Sums:
         if sum(kind == "given" for kind in kinds.values()) > 1:
             self.say("two arguments are added", "residual")
         layers = [label for label, kind in kinds.items() if kind == "layer"]
-        if layers and sum(kind in ("given", "embedding", "layer") for kind in kinds.values()) > 1:
+        if layers and sum(kind in ("given", "embedding", "tokens", "layer") for kind in kinds.values()) > 1:
             words = self.labels.words(layers[-1])
             self.say(f"{words}, which has residual connections of its own, is added to something else", "residual")
         for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "embedding"):
@@ -145,6 +146,9 @@ class Sums:
             module: Holds the parameters.
         """
         self._halved()
+        for name, row in self.rows.items():
+            if row > 0:
+                self.say(f"{name} is added from its row {row} on", "scores")
         for path, labels in calls.items():
             kinds = [self.labels.made[label].kind for label in labels]
             owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
@@ -168,6 +172,10 @@ class Sums:
         for _, made in self.labels.of_kind("gain"):
             learnt = made.words in dict(module.named_parameters(remove_duplicate=False))
             self.say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
+
+    def from_row(self, name: str, row: int) -> None:
+        """Note from which row on a table is added."""
+        self.rows[name] = min(row, self.rows.get(name, row))
 
     def _halved(self) -> None:
         """Two feed-forwards, each added by half, stand on both sides of an attention, as in Macaron-Net."""

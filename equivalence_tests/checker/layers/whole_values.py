@@ -157,6 +157,16 @@ class Labels:
                 waiting += [inside for value in self.made[label].inputs[:1] for inside, _ in value.terms]
         return found
 
+    def behind(self, labels: Iterable[str]) -> set[str]:
+        """List some labels and all that takes part in them."""
+        found, waiting = set[str](), [*labels]
+        while waiting:
+            label = waiting.pop()
+            if label not in found:
+                found.add(label)
+                waiting += [inside for value in self.made[label].inputs for inside, _ in value.terms]
+        return found
+
     def gates(self, values: list[Value]) -> bool:
         """Whether of two factors one is an activation of a matrix, and the other is another matrix's."""
         kinds = [self.kind(value) for value in values]
