@@ -292,6 +292,8 @@ class Evidence(Conventions):
             for before in (earlier(self.judgement.attention.run, operand, ("gain",)) for operand in operands[:2]):
                 if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
+            if own and (both := self._sharpened(departure, operands[:2])):
+                return f"queries and keys are normalised, and then multiplied by {both:.4g} each"
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
             if len(turns) == 2 and abs(turns[0] - turns[1]) < LOOSE and abs(turns[0] - 1) > LOOSE:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
@@ -320,6 +322,13 @@ class Evidence(Conventions):
             return False
         learnt = [name for operand in operands for name in self._gains(operand)]
         return len(learnt) >= len(operands) and not self._stated_scale()
+
+    def _sharpened(self, departure: Departure, operands: list[Operand]) -> float:
+        """How much longer a number makes queries and keys behind their norms, if nothing else is unusual; else 0."""
+        one, other = (operand.factor / self._own_scale(operand) for operand in operands)
+        total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
+        alike = abs(one - other) < LOOSE and abs(total / one / other - 1) < LOOSE
+        return one if one > 1 and alike and all(map(self._norms_before, operands)) else 0.0
 
     def _gains(self, operand: Operand) -> list[str]:
         """The parameters of the norms that an operand went through, one a norm."""

@@ -288,3 +288,38 @@ def test_a_file_in_a_package_may_have_its_name(tmp_path: Path) -> None:
         "from .parts import scale\n\ndef attention(q, k, v):\n    return (scale(q) * q @ k.mT).softmax(-1) @ v\n"
     )
     assert verify(f"{tmp_path / 'net' / 'mine.py'}:attention").verdict == "equal"
+
+
+class Sharpened(IsHandedARotary):
+    """Multiplies queries and keys behind their norms by a number of its own."""
+
+    def by(self, x: Tensor) -> float:
+        return 1.2
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        q, k = (F.rms_norm(y, (y.size(-1),)) * self.by(y) for y in (q, k))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ScaledOnceMore(Sharpened):
+    def by(self, x: Tensor) -> float:
+        return x.size(-1) ** -0.5
+
+
+def test_a_number_behind_the_norms_of_queries_and_keys_is_intended() -> None:
+    report = verify(Sharpened)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert "multiplied by 1.2 each" in " ".join(str(report).split())
+    assert verify(ScaledOnceMore).mistakes
+
+
+class RoundsItsOutput(LengthFirst):
+    """Gives single numbers, which differ by rounding from one sample to the next."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (super().forward(ids) * (1 + 2e-7 * torch.arange(len(ids)))[:, None]).float()
+
+
+def test_what_rounding_makes_of_a_sample_in_another_place_is_no_position() -> None:
+    assert not verify(lambda: RoundsItsOutput(29, 24, 3)).mistakes
