@@ -12,7 +12,7 @@ from equivalence_tests.checker.engine.leaving_out import GIVES, LeftOut, Repair,
 from equivalence_tests.checker.engine.vocabulary import ADDS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.layers.whole_steps import Follower
-from equivalence_tests.checker.layers.whole_values import Terms, summed
+from equivalence_tests.checker.layers.whole_values import Terms, events_in, summed
 from equivalence_tests.checker.reach.tracing import tensors_of
 
 Tap = tuple[Operation | ModuleCall, int]  # the number of a tensor that is taken there; GIVES for what is given
@@ -38,7 +38,7 @@ class Putting:
     @cached_property
     def parts(self) -> list[ModuleCall]:
         """The calls of parts."""
-        return [*self.follower.events()]
+        return [*events_in(self.follower.recorder, self.follower.module, self.follower.kinds)]
 
     @cached_property
     def between(self) -> list[Operation]:

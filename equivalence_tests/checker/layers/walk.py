@@ -15,6 +15,7 @@ from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
@@ -59,6 +60,17 @@ class Walk:
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
     inline: bool = False
     inlined: set[str] = field(default_factory=set)
+
+    def adapter_of(self, part: nn.Module, intended: Mapping[str, str]) -> Adapter:
+        """Say how wide a part is: the width of a model may be that of its input only."""
+        wide = any(self.sizes.embed_dim in parameter.shape for parameter in part.parameters())
+        return Adapter(embed_dim=self.sizes.embed_dim if wide else None, intended=dict(intended))
+
+    def kind_in_whole(self, path: str, kind: str) -> str:
+        """Say what a part is in a whole: one that adds its own residual is a layer."""
+        own = self.contained.get(mark_of(self.module.get_submodule(path)), False)
+        return "layer" if own or kind == "layers" else kind
+
     intended: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:

@@ -195,7 +195,7 @@ def _may_be_equal(report: Report) -> bool:
 def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
     """Give the whole, with what is known of its parts."""
     module, report = walk.module, walk.report
-    kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
+    kinds = {path: walk.kind_in_whole(path, kind) for path, kind in atoms_of(module).items() if kind}
     kinds = {path: kind for path, kind in kinds.items() if not any(_is_inside(path, one) for one in walk.inlined)}
     kinds |= dict.fromkeys(walk.inlined, "layer")  # each is held as a whole
     kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
@@ -217,12 +217,6 @@ def _hold(report: Report, whole: Whole) -> None:
         report.reason, report.suspected = "", []
     if report.verdict in ("equal", "unchecked") and not report.reason:
         report.verdict = "partial" if report.not_exercised else "equal"
-
-
-def _kind_in_whole(walk: Walk, path: str, kind: str) -> str:
-    """Say what a part is in a whole: one that adds its own residual is a layer."""
-    own = walk.contained.get(mark_of(walk.module.get_submodule(path)), False)
-    return "layer" if own or kind == "layers" else kind
 
 
 def _watch(walk: Walk, run: ModelRun) -> None:
@@ -302,7 +296,9 @@ def _add_inline(walk: Walk) -> None:
             walk.inlined |= {path}
         if type(child) not in seen and not held:
             seen.add(type(child))
-            _add_part(walk, path, _with_all_around(walk, path, child))
+            part = _with_all_around(walk, path, child)
+            _add_part(walk, path, part)
+            walk.report.equivalent = walk.report.equivalent if path else part.equivalent
             for trial in ways_to_call(child, walk.sizes, Errors())[:1]:
                 add_idle_arguments(walk, path or "layer", path, trial, ())
 
@@ -313,18 +309,11 @@ def _with_all_around(walk: Walk, path: str, layer: nn.Module) -> Report:
     if held.verdict not in ("equal", "partial"):
         return held
     try:
-        found = examine_attention(layer, path, _adapter_of(walk, layer, walk.intended))
+        found = examine_attention(layer, path, walk.adapter_of(layer, walk.intended))
     except CannotCheckError:
         found = held
     torch.set_default_dtype(torch.float64)
     return held if found.verdict == "unchecked" else found
-
-
-def _adapter_of(walk: Walk, part: nn.Module, intended: Mapping[str, str]) -> Adapter:
-    """Say how wide a part is: the width of a model may be that of its input only."""
-    width = walk.sizes.embed_dim
-    wide = any(width in parameter.shape for parameter in part.parameters())
-    return Adapter(embed_dim=width if wide else None, intended=dict(intended))
 
 
 def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
@@ -359,7 +348,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
-    adapter = _adapter_of(walk, child, {**own, **walk.intended})
+    adapter = walk.adapter_of(child, {**own, **walk.intended})
     try:
         part = (
             examine_attention(child, path, adapter)

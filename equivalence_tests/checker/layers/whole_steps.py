@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,24 +10,24 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
-from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_conditions import Conditions
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
-    FEATURES,
     PASSES,
     POOLS,
     SHAPED,
-    TORCHS,
     Labels,
     Terms,
     Value,
     are_positions,
+    events_in,
+    kind_in,
     lies_in_order,
     lies_whole,
+    numbers_in,
     places_of,
     relaid,
     rounds,
@@ -69,7 +69,6 @@ class Follower:
     sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
-    put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
     calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
 
     def __post_init__(self) -> None:
@@ -91,7 +90,9 @@ class Follower:
         except NOT_FOLLOWED as error:
             raise UnreadError(f"its wiring could not be followed ({said(error)})") from error
         self.sums.judge_parts(self.calls, self.module)
-        self._judge_unused(outputs)
+        returned = [label for x in outputs if id(x) in self.values for label, _ in self.values[id(x)].terms]
+        parts = {path: labels for path, labels in self.calls.items() if path in self.kinds}
+        self.sums.judge_unused(parts, returned)
         return list(dict.fromkeys(self.sums.found))
 
     def _follow(self) -> None:
@@ -102,7 +103,7 @@ class Follower:
             else:
                 places = torch.arange(slot.tensor.numel()).view_as(slot.tensor)
                 self.learnt.setdefault(slot.key, (named, places))
-        events = {call.first: call for call in reversed([*self.events()])}
+        events = {call.first: call for call in reversed([*events_in(self.recorder, self.module, self.kinds)])}
         place = 0
         while place < len(self.recorder.operations):
             call = events.get(place)
@@ -124,25 +125,6 @@ class Follower:
         name, operation = found
         self._new("activation", name, [value], [operation.outputs[0].tensor], value.places)
         return operation.index + 1
-
-    def events(self) -> Iterator[ModuleCall]:
-        """List the calls of parts, and of torch's own modules, that are not inside of another."""
-        end = 0
-        for call in self.recorder.calls:
-            if call.path and call.first >= end and call.end > call.first and self._kind(call.path):
-                end = call.end
-                yield call
-
-    def _kind(self, path: str) -> str:
-        if path in self.kinds:
-            return self.kinds[path]
-        module = self.module.get_submodule(path)
-        for kind, classes in TORCHS.items():
-            if isinstance(module, classes):
-                return kind
-        plain = constructor(module) and next(module.parameters(), None) is None
-        acts = type(module).__name__.lower() in ACTS and not isinstance(module, nn.Softmax)
-        return "activation" if plain and acts else ""
 
     def given(self, name: str, x: Tensor) -> None:
         """Follow a tensor from here on, unless it is a mask or angles.
@@ -168,7 +150,7 @@ class Follower:
 
     # ------------------------------------------------------------------------------------------- parts
     def _called(self, call: ModuleCall) -> None:
-        kind, path = self._kind(call.path).replace(OF_POSITIONS, "positions"), call.path
+        kind, path = kind_in(self.module, call.path, self.kinds).replace(OF_POSITIONS, "positions"), call.path
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         attends = kind in ("attention", "layer")
         for x in call.inputs[: attends and len(data) > 0]:
@@ -291,7 +273,7 @@ class Follower:
         label = self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
         for slot, start in zip(operation.inputs, starts, strict=False):
             own = range(start, start + slot.value.size(1)) if id(slot.tensor) in self.learnt else ()
-            self.put[label] = self.put.get(label, set()) | {*own}
+            self.sums.put[label] = self.sums.put.get(label, set()) | {*own}
 
     def _of_ids(self, operation: Operation, data: list[Value]) -> None:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
@@ -340,18 +322,12 @@ class Follower:
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
-                own = lies_in_order(value.places) and self._is_put(value, x)
+                own = lies_in_order(value.places) and self.sums.is_put(value, x)
                 self._pooled("a token" if own else "another token", value, operation)
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)
             else:
                 self._strange(operation, [value])
-
-    def _is_put(self, value: Value, taken: Tensor) -> bool:
-        """Whether a token is one of those that were put beside the others, if any were."""
-        put = [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
-        token = int(taken.flatten()[0]) // FEATURES % value.places.size(1)
-        return not any(put) or any(token in one for one in put)
 
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
@@ -372,7 +348,7 @@ class Follower:
             return
         for slot in operation.inputs:
             if slot.value.numel() == slot.value.size(-1) and (name := self._names(slot.tensor)):
-                whole = self._numbers_in(name) == slot.value.numel()
+                whole = numbers_in(self.module, name) == slot.value.numel()
                 self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}" * whole)
         for value in (one, other):
             self.labels.summed.setdefault(value.only, operation.frames)
@@ -456,22 +432,6 @@ class Follower:
                 self.sums.say("the tokens or features that come back lie in another order", "output")
             for label, _ in value.terms:
                 self.labels.users.setdefault(label, set()).add("output")
-
-    def _judge_unused(self, outputs: list[Tensor]) -> None:
-        """Say what is computed, and of which nothing comes back: the last of what belongs together."""
-        returned = [label for x in outputs if id(x) in self.values for label, _ in self.values[id(x)].terms]
-        used = self.labels.behind(returned)
-        idle = {
-            x for path, labels in self.calls.items() if path in self.kinds and used.isdisjoint(labels) for x in labels
-        }
-        before = self.labels.behind(y for x in idle for one in self.labels.made[x].inputs for y, _ in one.terms)
-        for words in dict.fromkeys(self.labels.words(label) for label in self.labels.made if label in idle - before):
-            self.sums.say(f"nothing uses what {words} gives", "unused")
-
-    def _numbers_in(self, name: str) -> int:
-        """Count the numbers of a parameter, or of a buffer."""
-        held = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers())
-        return held[name].numel() if name in held else 0
 
     def _names(self, *tensors: Tensor) -> str:
         return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")

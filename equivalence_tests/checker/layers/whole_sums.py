@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value
+from equivalence_tests.checker.layers.whole_values import BASES, FEATURES, Labels, Made, Terms, Value
 from equivalence_tests.checker.reporting.lines import code_lines
 
 GIVEN = ("given", "embedding", "table", "positions", "added")
@@ -30,6 +30,7 @@ class Sums:
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
+    put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
 
     def used(self, value: Value, by: str) -> None:
         """Ask of a value that something takes whether it is the stream of tokens, or what one part gave."""
@@ -172,6 +173,20 @@ class Sums:
         for _, made in self.labels.of_kind("gain"):
             learnt = made.words in dict(module.named_parameters(remove_duplicate=False))
             self.say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
+
+    def judge_unused(self, calls: Mapping[str, set[str]], returned: Sequence[str]) -> None:
+        """Say what is computed, and of which nothing comes back: the last of what belongs together."""
+        used = self.labels.behind(returned)
+        idle = {label for labels in calls.values() if used.isdisjoint(labels) for label in labels}
+        before = self.labels.behind(y for x in idle for one in self.labels.made[x].inputs for y, _ in one.terms)
+        for words in dict.fromkeys(self.labels.words(label) for label in self.labels.made if label in idle - before):
+            self.say(f"nothing uses what {words} gives", "unused")
+
+    def is_put(self, value: Value, taken: Tensor) -> bool:
+        """Whether a token, by its places, is one of those that were put beside the others, if any were."""
+        token = int(taken.flatten()[0]) // FEATURES % value.places.size(1)
+        put = [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
+        return not any(put) or any(token in one for one in put)
 
     def from_row(self, name: str, row: int) -> None:
         """Note from which row on a table is added."""

@@ -1,6 +1,6 @@
 """What flows between the parts of a layer or a model: sums of what they gave, and which token lies where in them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MOVES, words
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS
 from equivalence_tests.checker.reporting.lines import Frames
@@ -189,6 +190,34 @@ class Labels:
     def of_kind(self, *kinds: str) -> Iterator[tuple[str, Made]]:
         """List the labels of some kinds."""
         yield from ((label, made) for label, made in self.made.items() if made.kind in kinds)
+
+
+def kind_in(module: nn.Module, path: str, kinds: Mapping[str, str]) -> str:
+    """Say what a sub-module is in the wiring: of the kinds that are known, one of torch's own, or nothing, ""."""
+    if path in kinds:
+        return kinds[path]
+    own = module.get_submodule(path)
+    for kind, classes in TORCHS.items():
+        if isinstance(own, classes):
+            return kind
+    plain = constructor(own) and next(own.parameters(), None) is None
+    acts = type(own).__name__.lower() in ACTS and not isinstance(own, nn.Softmax)
+    return "activation" if plain and acts else ""
+
+
+def events_in(recorder: Recorder, module: nn.Module, kinds: Mapping[str, str]) -> Iterator[ModuleCall]:
+    """List the calls of parts, and of torch's own modules, that are not inside of another."""
+    end = 0
+    for call in recorder.calls:
+        if call.path and call.first >= end and call.end > call.first and kind_in(module, call.path, kinds):
+            end = call.end
+            yield call
+
+
+def numbers_in(module: nn.Module, name: str) -> int:
+    """Count the numbers of a parameter, or of a buffer; 0 if there is none of this name."""
+    held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    return held[name].numel() if name in held else 0
 
 
 def are_positions(argument: str, x: Tensor, given: Iterable[Tensor]) -> bool:
