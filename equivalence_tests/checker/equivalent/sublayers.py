@@ -1,4 +1,4 @@
-"""The sublayers of a layer that is written in one forward: what its program adds to what, as in a Transformer's layer.
+"""The sublayers of a layer that is written in one forward: what is added to what, beside a Transformer's layer.
 
     x = x + attention(norm1(x)); x = x + feed_forward(norm2(x)), or norm1(x + attention(x)) and so on
 
@@ -39,7 +39,7 @@ class Sublayers:
 
     @property
     def branches(self) -> list[Expression]:
-        """What takes a stream with what attends, and is no norm: feed-forwards."""
+        """What matrices make of the stream behind the attention: feed-forwards."""
         sums = [[*terms_of(one)] for one in all_of(self.around) if _is_sum(one)]
         held = [x for terms in sums for x in terms if any(y in all_of(x) and y != x for y in terms if _attends(y))]
         whole = [x for x in terms_of(self._bare(self.around)) if any(_is_sum(y) and _attends(y) for y in all_of(x))]
@@ -62,11 +62,9 @@ class Sublayers:
         return self._of_attention(stream) or self._without_activation(branch)
 
     def _of_attention(self, stream: list[Expression]) -> str:
-        """Say what is unlike it in the sum with what attends."""
-        pre_norm, behind = (
-            self._bare(self.tokens) != self.tokens,
-            len(stream) == 1 and self._bare(stream[0]) != stream[0],
-        )
+        """Say what is unlike it in the sum of the stream and the attention."""
+        pre_norm = self._bare(self.tokens) != self.tokens
+        behind = len(stream) == 1 and self._bare(stream[0]) != stream[0]
         terms = list(terms_of(self._bare(stream[0]))) if behind else stream
         added = [x for x in terms if not _attends(x)]
         if not added:
@@ -84,7 +82,7 @@ class Sublayers:
         return ""
 
     def _bare(self, one: Expression) -> Expression:
-        """Leave out norms, and the gains of a branch, around something."""
+        """Leave out the norms around something."""
         while isinstance(one, Called) and len(one.inner) == 1 and self._is_norm(one):
             one = one.inner[0]
         return one
