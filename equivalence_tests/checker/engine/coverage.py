@@ -69,7 +69,8 @@ def _with_angles(names: list[str], covered: Covered) -> Trial:
     """Hand over the angles of rotary positions, all arguments of them at once, and give the call with them."""
     trial, seen, fitting = covered.trial, list[Finding](), covered.trial
     roles = (*trial.plan.roles, *((name, "angles") for name in names))
-    for form in AngleForm.all() if names and not trial.plan.positional else ():
+    tables = [form for form in AngleForm.all() if form.kind != "part"]  # a part, which tells less, only where required
+    for form in tables if names and not trial.plan.positional else ():
         other = replace(trial, plan=replace(trial.plan, roles=roles, angles=form))
         judged = attempt(partial(replace(covered, trial=other).judged, trial.inputs(), {}))
         if judged is not None and (fitting is trial or not judged[0]):
