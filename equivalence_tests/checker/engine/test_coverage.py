@@ -259,9 +259,11 @@ class CausalCache(Parts):
 
 
 class Windowed(Parts):
+    wide = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.window = 4
+        self.window = self.wide
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
@@ -271,9 +273,7 @@ class Windowed(Parts):
 class WindowOfEight(Windowed):
     """Hides nothing at the lengths at which an attention is read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.window = 8
+    wide = 8
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))

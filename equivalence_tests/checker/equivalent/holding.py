@@ -49,7 +49,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
-LONGEST = "9 queries"
+LONGEST = max(queries for queries, _ in LENGTHS)
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
@@ -88,11 +88,10 @@ class Held:
         """Give what else may hide keys where one call has other numbers: a mask in the place of it, or a window."""
         if case.startswith(WITH) and not program.bias.visible.is_everything:
             yield replace(program, mask_replaces=True)
-        if case.startswith(LONGEST) and self.situation.trial.plan.self_attention:
-            found = self._seen_at(LENGTHS[-1][0], LENGTHS[-1][0])
-            own, longer = Conventions(found.judgements[0], found.call.module).own_mask(), read(found, layout)[0]
-            visible = replace(longer.bias.visible, evidence=own.evidence if own is not None else "")
-            yield replace(longer, bias=replace(longer.bias, visible=visible))
+        if case.startswith(f"{LONGEST} queries") and self.situation.trial.plan.self_attention:
+            found = self._seen_at(LONGEST, LONGEST)
+            own = Conventions(found.judgements[0], found.call.module).own_mask()
+            yield read(found, layout)[0].hiding_by(own.evidence if own is not None else "")
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""

@@ -21,7 +21,6 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import plain_layout, read
-from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -152,18 +151,16 @@ def _holding(found: Examination, layout: Layout) -> Holding:
         for _, error in comparison.left_out:
             raise not_called_again(error)
         parameters = Parameters.of(call.module)
-        steps = tuple(_with_lengths(step, program, call) for step in program.steps(call.module, parameters))
+        steps = tuple(program.hiding_by(_cut_by(call, program)).steps(call.module, parameters))
         return Holding(program, parameters, steps, comparison, left_over(program, call, layout, comparison))
 
 
-def _with_lengths(step: Step, program: Program, call: Call) -> Step:
+def _cut_by(call: Call, program: Program) -> str:
     """Windows of tokens are intended where an argument holds where each begins."""
     block = program.bias.visible.block
-    if step.stage != "mask" or step.evidence or block is None:
-        return step
     starts = {name: x for name, x in call.tensors if not x.is_floating_point() and x.dim() == 1 and len(x) > 1}
     named = (name for name, x in starts.items() if int(x[0]) == 0 and int(x.diff()[0]) == block)
-    return replace(step, evidence=next((f"the argument {name} says where each begins" for name in named), ""))
+    return next((f"the argument {name} says where each begins" for name in named), "")
 
 
 def _cases(call: Call, program: Program) -> Iterator[Case]:

@@ -196,6 +196,10 @@ class Program:
             return replace(self, bias=Bias(self.bias.visible), sink=None)
         return replace(self, bias=replace(self.bias, visible=Visible())) if stage == "mask" else self
 
+    def hiding_by(self, evidence: str) -> "Program":
+        """Give the program with what says that the keys which it hides by their distance are meant to be hidden."""
+        return replace(self, bias=replace(self.bias, visible=replace(self.bias.visible, evidence=evidence)))
+
     def projections(self, parameters: Parameters) -> set[str]:
         """Name the parameters that its projections use."""
         return set(parameters.names_at(self._places))

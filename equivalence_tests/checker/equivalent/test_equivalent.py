@@ -21,6 +21,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
 from equivalence_tests.checker.equivalent.unread import not_called_again
+from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.state import ask
@@ -552,6 +553,13 @@ class HasASink(Base):
         sinks = self.sinks.view(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), 1)
         weights = torch.cat([self.scores(q, k), sinks], -1).softmax(-1)[..., :-1]
         return self.o(self.merge(weights @ v)), weights
+
+
+def test_a_text_that_gives_other_numbers_than_the_program_is_no_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = AttentionWriter.source
+    monkeypatch.setattr(AttentionWriter, "source", lambda self: source(self).replace("(merged)", "(2 * merged)"))
+    report = verify(HasASink)
+    assert (report.verdict, "it gives other numbers than were read" in report.reason) == ("unchecked", True)
 
 
 class LowRank(nn.Linear):

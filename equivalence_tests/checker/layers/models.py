@@ -362,8 +362,8 @@ def _memory_mistake(run: ModelRun, ran: Run, stacks: list[Stack]) -> str:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    rounding = 1e-10 if x.dtype == torch.float64 else 1e-5
-    return x.shape == y.shape and torch.allclose(x, y, rtol=rounding, atol=rounding)
+    relative, absolute = (1e-10, 1e-12) if x.dtype == torch.float64 else (1e-5, 1e-5)
+    return x.shape == y.shape and torch.allclose(x, y, rtol=relative, atol=absolute)
 
 
 def _with(run: ModelRun, last: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class Walk:
         masks: The masks that the whole was seen to take.
         heads: How many heads these may be repeated for.
         repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
-        inline: Whether an attention has no module of its own, so that what surrounds it cannot be separated from it.
         inlined: The paths of layers that compute their attention in their own forward, and are held as a whole.
     """
 
@@ -58,7 +57,6 @@ class Walk:
     masks: list[Mask] = field(default_factory=list)
     heads: int = 1
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
-    inline: bool = False
     inlined: set[str] = field(default_factory=set)
 
     def adapter_of(self, part: nn.Module, intended: Mapping[str, str]) -> Adapter:

@@ -152,7 +152,7 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     elif run is not None and of_model:
         add_model(walk, run)
     report = _concluded(walk.report, subject, bool(walk.unread))
-    whole = None if run is None or walk.inline else _whole(walk, run, subject)
+    whole = None if run is None or "" in walk.inlined else _whole(walk, run, subject)
     if walk.repairs:
         _prove_wiring(report, whole, walk.repairs)
     if whole is not None and _may_be_equal(report):
@@ -286,13 +286,12 @@ def _add_inline(walk: Walk) -> None:
         child = walk.module.get_submodule(path)
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
         if not path and is_attention_alone(child):  # it is one, whatever it is called, and was held as one
-            walk.inline = True
+            walk.inlined |= {path}
             report = _held(walk, path)
             _add_part(walk, path, report)
             walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
             return
         if not held:
-            walk.inline = walk.inline or not path
             walk.inlined |= {path}
         if type(child) not in seen and not held:
             seen.add(type(child))

@@ -1,6 +1,6 @@
 """What flows between the parts of a layer or a model: sums of what they gave, and which token lies where in them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,23 +149,20 @@ class Labels:
 
     def ancestors(self, terms: Terms) -> set[str]:
         """List what tokens were made of, token by token: not what they attended to, nor tables."""
-        found: set[str] = set()
-        waiting = [label for label, _ in terms]
-        while waiting:
-            label = waiting.pop()
-            if label not in found and self.made[label].kind not in ("table", "added"):
-                found.add(label)
-                waiting += [inside for value in self.made[label].inputs[:1] for inside, _ in value.terms]
-        return found
+        tables = ("table", "added")
+        found = self.behind((label for label, _ in terms), lambda made: made.inputs[: made.kind not in tables])
+        return {label for label in found if self.made[label].kind not in tables}
 
-    def behind(self, labels: Iterable[str]) -> set[str]:
-        """List some labels and all that takes part in them."""
+    def behind(
+        self, labels: Iterable[str], inputs: Callable[[Made], Iterable[Value]] = lambda made: made.inputs
+    ) -> set[str]:
+        """List some labels and all that they are made of, by all inputs or by some of them."""
         found, waiting = set[str](), [*labels]
         while waiting:
             label = waiting.pop()
             if label not in found:
                 found.add(label)
-                waiting += [inside for value in self.made[label].inputs for inside, _ in value.terms]
+                waiting += [inside for value in inputs(self.made[label]) for inside, _ in value.terms]
         return found
 
     def gates(self, values: list[Value]) -> bool:

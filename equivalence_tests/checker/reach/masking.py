@@ -48,7 +48,7 @@ ENCODINGS = {
     "lengths": "the number of keys that may be looked at",
     "segments": "the segment of each token, which may look at those of its own",
 }
-COUNTS = ("lengths", "segments")  # encodings of whole numbers that are no truth
+COUNTS = ("lengths", "segments")  # encodings by whole numbers that are more than yes and no
 
 
 @functools.cache

@@ -384,38 +384,39 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     """Say which of what comes back is the output; None where it does not run."""
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
-    found = [index for index, x in enumerate(tensors or ()) if _is_output(x, trial, inputs)]
-    found = [index for index in found if _follows(trial, index)]
-    if tensors is not None and not found:
+    working = None if tensors is None else _with_output(trial, inputs, tensors)
+    if tensors is not None and working is None:
         errors.append(f"{NO_OUTPUT}, but {[tuple(x.shape) for x in tensors]}")
-    TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if found else errors[-1])
+    TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if working else errors[-1])
+    return working
+
+
+def _with_output(trial: Trial, inputs: Inputs, tensors: Sequence[Tensor]) -> Trial | None:
+    """Find what has the batch and the length of what is handed over, at other sizes, too, if these are taken."""
+    found = [index for index, x in enumerate(tensors) if _is_output(x, trial, inputs)]
+    if not found and not (trial.plan.self_attention and trial.plan.layout == "b l e"):
+        return None
+    other = replace(trial, sizes=replace(trial.sizes, batch=trial.sizes.batch + 1))
+    longer = other.inputs(trial.sizes.query_len + 2, trial.sizes.key_len + 2, seed=2)
+    again = attempt(lambda: other.tensors(longer))
+    if again is not None:
+        found = [index for index in found if index < len(again) and _is_output(again[index], other, longer)]
     if not found:
-        return _with_learnt_queries(trial, tensors or [])
-    assert tensors is not None
+        return _with_learnt_queries(trial, tensors, again or [])
     output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
     return replace(trial, plan=replace(trial.plan, output=output))
 
 
-def _with_learnt_queries(trial: Trial, tensors: Sequence[Tensor]) -> Trial | None:
+def _with_learnt_queries(trial: Trial, tensors: Sequence[Tensor], longer: Sequence[Tensor]) -> Trial | None:
     """Give the call of a module whose queries are parameters: what comes back is as long, whatever is handed over."""
     if trial.plan.layout != "b l e" or not trial.plan.self_attention:
         return None
-    batch, roles = trial.sizes.batch, ((name, role.replace("input", "memory")) for name, role in trial.plan.roles)
-    other = replace(trial, sizes=replace(trial.sizes, batch=batch + 1))
-    again = attempt(lambda: other.tensors(other.inputs(trial.sizes.query_len + 2, seed=2))) or []
-    for index, (x, y) in enumerate(zip(tensors, again, strict=False)):
-        if x.dim() == 3 and len(x) == batch and y.shape == (batch + 1, *x.shape[1:]):
+    roles = tuple((name, role.replace("input", "memory")) for name, role in trial.plan.roles)
+    for index, (x, y) in enumerate(zip(tensors, longer, strict=False)):
+        if x.dim() == 3 and len(x) == trial.sizes.batch and y.shape == (len(x) + 1, *x.shape[1:]):
             sizes = replace(trial.sizes, query_len=x.size(1))
-            return replace(trial, plan=replace(trial.plan, roles=tuple(roles), output=index), sizes=sizes)
+            return replace(trial, plan=replace(trial.plan, roles=roles, output=index), sizes=sizes)
     return None
-
-
-def _follows(trial: Trial, index: int) -> bool:
-    """Whether an output has the batch and the length of what is handed over at other sizes, too, if these are taken."""
-    other = replace(trial, sizes=replace(trial.sizes, batch=trial.sizes.batch + 1))
-    inputs = other.inputs(trial.sizes.query_len + 2, trial.sizes.key_len + 2, seed=2)
-    tensors = attempt(lambda: other.tensors(inputs))
-    return tensors is None or (index < len(tensors) and _is_output(tensors[index], other, inputs))
 
 
 def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
