@@ -36,6 +36,8 @@ DYNAMIC = re.compile(
 # What torch says of one argument, and of all of them.
 MUST_BE = re.compile(r"argument '\w+' \(position (\d+)\) must be .*, not \w+")
 TAKES = re.compile(r"received an invalid combination of arguments - got \((.*)\), but expected")
+USED = re.compile(r"not (callable|subscriptable)")
+OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
 ALIKE = 0.75  # of the letters of two names
@@ -236,11 +238,11 @@ def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
     scope, node = Scope.of_frame(last.tb_frame, last.tb_lineno), _failing(last)
     suspects = _suspects(node, str(error), scope)
     places = [scope.fixed_at(one) for one in suspects]
-    used = "not callable" in str(error) or isinstance(error, AttributeError)
+    used = USED.search(str(error)) or isinstance(error, AttributeError)
     by_name = used and any(place is not None and place[1] == 0 for place in places)  # only called as a size is
     if not places or not all(places) or by_name:
         return None
-    kind = "".join([*re.findall(r"not \w+|'\w+'", str(error)), ""][-2:]).removeprefix("not ").strip("'")
+    kind = "".join(next(iter(OF_TYPE.findall(str(error))), ""))
     why = f"{ast.unparse(suspects[0])} is of type {kind} in every call"
     if kind == "NoneType":
         return Fault(why, "Return the value there.", places[-1])

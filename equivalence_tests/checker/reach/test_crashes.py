@@ -123,6 +123,7 @@ OTHERS = {
     "a method of an array": ("return x.astype(int)", {}),
     "a switch that is no mask": ("if x:\n    x = x + 1\nreturn x", {}),
     "a number that is called": ("return self.hidden_dim(x)", {"built": "self.hidden_dim = dim\n"}),
+    "a size of which there may be two": ("return x", {"built": "self.width = dim[0]\n"}),
     "a form that other arguments have": ("return x + torch.zeros(part)", {}),
 }
 
