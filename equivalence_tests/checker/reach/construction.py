@@ -4,6 +4,7 @@ Sizes are chosen so that no two axes are equal. A config object is imitated by o
 size for.
 """
 
+import ast
 import contextlib
 import enum
 import functools
@@ -279,11 +280,12 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
 def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what an argument probably wants, by its name, or by what the constructor does with it."""
     known, value = value_for(name, sizes)
-    if isinstance(value, str) and value not in (keys := keys_for(target, name) or [value]):
-        return True, keys[0]
+    use, _, whole = used_as(target).get(name, "").partition(" ")
+    keys = ast.literal_eval(whole) if use == "accepts" else keys_for(target, name)
+    if keys:
+        return True, value if value in keys else keys[0]
     letter = len(name) == 1
-    use = used_as(target).get(name, "") if letter or not known or value == sizes.embed_dim else ""
-    use, _, whole = use.partition(" ")
+    use = use if letter or not known or value == sizes.embed_dim else ""
     of_heads = value_for(whole, sizes)[1] == sizes.num_heads
     divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
     divisor = PATCH_SIDE if value_for(whole, sizes)[1] == IMAGE_SIDE else divisor
@@ -312,6 +314,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = _value(target, parameter.name, sizes)
+    if keys_for(target, parameter.name):
+        return [value]
     plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or used_as(target).get(name)
     if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]

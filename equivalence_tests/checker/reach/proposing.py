@@ -112,11 +112,14 @@ def compared_by(target: Any) -> dict[str, list[object]]:
 def keys_for(target: Any, name: str) -> list[Any]:
     """List the keys of the tables in a class's file in which something of this name is looked up."""
     file = sys.modules.get(getattr(target, "__module__", ""))
-    looks_up = [node for node in _nodes(source_of(file)) if isinstance(node, ast.Subscript)] if file else []
-    tables = {
-        getattr(x.value, "id", "") for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))
-    }
-    return [key for one in tables if isinstance(table := vars(file).get(one), dict) for key in table]
+    nodes = _nodes(source_of(file)) if file else []
+    looks_up = [node for node in nodes if isinstance(node, ast.Subscript)]
+    found = [x.value for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))]
+    tables = {getattr(x, "id", "") for x in found} - {""}
+    local = [x.value for x in nodes if isinstance(x, ast.Assign) and tables & {getattr(t, "id", "") for t in x.targets}]
+    written = (key for x in (*found, *local) if isinstance(x, ast.Dict) for key in x.keys)
+    keys = [key for one in tables if isinstance(table := vars(file).get(one), dict) for key in table]
+    return [*dict.fromkeys([*keys, *(key.value for key in written if isinstance(key, ast.Constant))])]
 
 
 def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
@@ -137,7 +140,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
 
     Returns:
         For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
-        "counts", if it says which of several layers it is, or "decides", if all that is asked is whether it is true.
+        "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, or "decides",
+        if all that is asked is whether it is true.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = dict.fromkeys(_only_tested(nodes_of(target)), "decides")
@@ -148,6 +152,9 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
                 used[name.lstrip("_")] = f"divides {of.lstrip('_')}"
             case ast.Call(func=ast.Name(id="range"), args=[*_, ast.Name(id=name)]):
                 used.setdefault(name, "repeats")
+            case ast.Assert(test=ast.Compare(ast.Name(id=name), [ast.In()], [ast.Tuple() | ast.List() as allowed])):
+                plain = all(isinstance(x, ast.Constant) for x in allowed.elts)
+                used |= {name: f"accepts {ast.unparse(allowed)}"} if plain else {}
             case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)):
                 made = names.get(called)
                 further = isinstance(made, type) and made not in (*inside, target)

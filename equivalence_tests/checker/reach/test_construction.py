@@ -341,25 +341,40 @@ ACTIVATIONS = {"swish": functional.silu, "tanh": torch.tanh}
 
 
 class LooksUp(nn.Module):
-    """Knows two activations, a number of axes, and which layer it is."""
+    """Knows two activations, two kinds of loss, a number of axes, and which layer it is."""
 
-    def __init__(self, embed_dim: int, hidden_act: str, layer, num_axes, num_dimensions: int = 2) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, embed_dim: int, hidden_act: str, layer, num_axes, loss_class, num_dimensions: int = 2) -> None:  # type: ignore[no-untyped-def]
         super().__init__()
+        losses = {"my.CrossEntropy": "ce", "my.Binary": "bce"}
+        self.loss = losses[loss_class]
         self.activation, self.axes = ACTIVATIONS[hidden_act], num_axes * num_dimensions
         self.part = Numbered(embed_dim, layer_idx=layer)
 
 
 class Numbered(nn.Linear):
-    """Its caller says where it stands."""
+    """Its caller says where it stands, and the side of its patches is one of two."""
 
-    def __init__(self, embed_dim: int, layer_idx: int) -> None:
+    def __init__(self, embed_dim: int, layer_idx: int, patch_size: int = 16) -> None:
+        assert patch_size in [8, 16], "others are not known"
         super().__init__(embed_dim, embed_dim)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.side = layer_idx, patch_size
 
 
 def test_tables_counts_and_places_are_given_what_they_take() -> None:
     made, _ = next(build(LooksUp))
-    assert (made.activation, made.axes, made.part.layer_idx) == (functional.silu, 4, 0)
+    assert (made.activation, made.axes, made.part.layer_idx, made.loss) == (functional.silu, 4, 0, "ce")
+
+
+class OfPatches(Numbered):
+    """Hands the side of its patches on."""
+
+    def __init__(self, embed_dim: int, patch_size: int = 16) -> None:
+        super().__init__(embed_dim, 0)
+        self.part = Numbered(embed_dim, 0, patch_size)
+
+
+def test_what_an_assertion_lists_is_accepted() -> None:
+    assert next(build(OfPatches))[0].part.side == 8
 
 
 def test_what_divides_a_width_or_a_number_of_heads_fits_it() -> None:
