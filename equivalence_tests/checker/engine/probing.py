@@ -149,10 +149,18 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     if any(ranks_of(part)[3] != lengths.key_len for part in parts):  # keys of another tensor are joined to these
         return []
     error = ask(lambda: trial.returned(trial.inputs(key_len=lengths.query_len + 2))).error
-    if error is None or is_refusal(error) or _rows_are_samples(situation):
+    if error is None or is_refusal(error) or _rows_are_samples(situation) or _meets_positions(situation, error):
         return []
     facts = {"said": said(error), "claim": f"With {lengths.query_len + 2} keys the call raises {said(error)}"}
     return [Departure("other_lengths_crash", "project", None, facts, frames=frames_of(error))]
+
+
+def _meets_positions(situation: Situation, error: Exception) -> bool:
+    """Whether the line that raises takes what is made of no argument for each position: a window, a bias or angles."""
+    run, length, line = situation.found.run, situation.trial.sizes.query_len, frames_of(error)[:1]
+    taken = (pair for op in run.operations if op.frames[:1] == line for pair in zip(op.inputs, op.origins, strict=True))
+    made = [slot for slot, bits in taken if not any(name.startswith("arg:") for name in run.recorder.named(bits))]
+    return any(length in slot.value.shape for slot in made)
 
 
 def in_training(situation: Situation, report: Report) -> list[Departure]:

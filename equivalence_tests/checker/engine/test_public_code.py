@@ -1874,3 +1874,57 @@ def test_what_writes_a_rotation_is_written_in_torchs_parts() -> None:
     layer = verify(lambda: WritesInALayer(60, 6))
     assert (layer.verdict, layer.intended[0].name) == ("equal", "rotary_positions"), str(layer)
     assert verify(lambda: HasAVeryGreatBase(60, 6)).mistakes == ()
+
+
+class WideWindow(nn.Module):
+    """A window of its own, made for as many keys as queries and wider than most lengths."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.scale = n_heads, (dim // n_heads) ** -0.5
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def near(self, length: int) -> Tensor:
+        places = torch.arange(length)
+        return (places[:, None] - places).abs() <= 20
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        pairs = (self.q, query), (self.k, key), (self.v, value)
+        q, k, v = (part(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part, x in pairs)
+        scores = (q @ k.mT * self.scale).masked_fill(~self.near(q.size(2)), -torch.inf)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class LaidOutAsTheQueries(WideWindow):
+    def near(self, length: int) -> Tensor:
+        return torch.ones((), dtype=torch.bool)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().forward(query, key.view(query.shape), value)
+
+
+def test_a_mask_of_its_own_has_one_length_and_keys_have_any() -> None:
+    assert verify(WideWindow).mistakes == ()
+    assert verify(LaidOutAsTheQueries).mistakes == ("other_lengths_crash",)
+
+
+class SamplesItsQueries(WideWindow):
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__(dim, n_heads)
+        self.mean, self.spread = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.ones(dim))
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return self.mean + self.spread * torch.randn(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.drawn(x), x, x)
+
+
+class ThinsItsQueries(SamplesItsQueries):
+    def drawn(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[:2]) < 0.8)[..., None]
+
+
+def test_what_is_sampled_is_no_dropout() -> None:
+    assert verify(SamplesItsQueries).verdict == "unchecked"
+    assert verify(ThinsItsQueries).verdict == "deviates"
