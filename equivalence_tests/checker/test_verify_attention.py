@@ -87,6 +87,11 @@ class DropsTheFill(OfItself):
 
 
 class DropsATriangleOfItsOwn(OfItself):
+    """Whether padding is hidden says nothing of the future."""
+
+    def __init__(self, dim: int, heads: int, pad_mask: bool = False) -> None:
+        super().__init__(dim, heads)
+
     def hidden(self, scores: Tensor) -> Tensor:
         future = torch.ones(scores.shape[-2:]).triu(1) > 0
         scores.masked_fill(future, -torch.inf)

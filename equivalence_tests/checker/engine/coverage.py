@@ -101,13 +101,22 @@ def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) ->
     elif SCALE.search(name) and not isinstance(trial.function, nn.Module):
         _scale(name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
-        covered.add(name, (), "left at its default, which drops nothing")
+        _dropout(name, parameter.default is None, covered)
     elif type(parameter.default) is int and is_tile(name, parameter.default, covered):
         return
     elif name in unread_arguments(trial.function):
         covered.exercises.append(Exercise(name, True, NEVER_READ))
     else:
         covered.leave_out(name, "its name does not say what it does")
+
+
+def _dropout(name: str, may_be_a_module: bool, covered: Covered) -> None:
+    """Hand over what drops nothing, as a dropout in eval; leave a rate at its default."""
+    inputs, extra = covered.trial.inputs(), {name: nn.Identity()}
+    if may_be_a_module and attempt(partial(covered.trial.output, inputs, extra)) is not None:
+        covered.run(name, partial(covered.judged, inputs, extra))
+    else:
+        covered.add(name, (), "left at its default, which drops nothing")
 
 
 def _call_switch(name: str, value: bool, covered: Covered) -> None:

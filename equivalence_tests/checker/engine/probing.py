@@ -52,7 +52,7 @@ FORMS = {  # what training drops, if it is no weight
 # What speaks for a causal mask, what turns one off, and what leaves it to the caller.
 CLAIM = re.compile(r"causal|masked(?!_?(lm|lang|model|im|tok|auto))|auto_?regressive", re.IGNORECASE)
 SWITCHED_ON = re.compile(r"^(?!.*mask).*(causal|auto_?regressive)", re.IGNORECASE)
-SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
+SWITCH = re.compile(r"(?<!pad_)(?<!padding_)mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
 LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
 
 

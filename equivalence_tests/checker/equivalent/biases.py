@@ -158,7 +158,8 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
         raise UnreadError("what is added to the scores cannot be read")
 
     def added(one: Slice) -> Tensor:
-        return _without_constant(one.part.product.contraction.result(models[one.part.number].bias)[one.number])
+        every = one.part.product.contraction.result(models[one.part.number].bias)
+        return _without_constant(every[one.number][one.rows])
 
     every = _laid_out(reader, lengths, added)
     every = torch.where(every.isnan(), -torch.inf, every)
@@ -185,7 +186,7 @@ def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Sli
     laid = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     for one in reader.slices:
         product = one.part.product
-        token = reader.rows_of("query", token_of(product.left[one.number][:, 0]))
+        token = reader.rows_of("query", token_of(product.left[one.number][one.rows, 0]))
         key = reader.rows_of("key", token_of(product.right[one.number][:, 0]))
         sample = max(int(token[0]) // lengths[0], int(key[0]) // lengths[1])  # learnt ones are those of the first
         own = laid[sample, reader.heads.index(one.head)]
@@ -262,7 +263,7 @@ def _gradients(
     elements = torch.cat([*inputs.values()])
 
     def numbered(one: Slice) -> Tensor:
-        return one.part.product.contraction.out[one.number] + starts[one.part.number]
+        return one.part.product.contraction.out[one.number][one.rows] + starts[one.part.number]
 
     laid = _laid_out(reader, lengths, numbered)
     first = torch.where(laid.isnan(), torch.inf, laid).amin(0)

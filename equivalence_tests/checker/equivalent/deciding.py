@@ -155,12 +155,16 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
         if not rest or not comparison.agrees:
             return {}
         values = Values(layout.given(call), call.module, Parameters.of(call.module))
-        own = [x.double().clamp_min(-HIDING) for x in _stages(program, values, layout.outward(output))]
-    known = [*own, *(x.double() for _, x in call.tensors if x.is_floating_point())]
-    found = {
-        n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, comparison.tolerance) for y in known)
-    }
-    return {name: _is_map(x, own[1]) and not any(_same(x, y, TABLE) for y in known) for name, x in found.items()}
+        tables = [x.double().clamp_min(-HIDING) for x in _tables(program, values)]
+        heads = [x.double() for x in _heads(program, values, layout.outward(output))]
+    given = [x.double() for _, x in call.tensors if x.is_floating_point()]
+
+    def is_known(x: Tensor, tolerance: float) -> bool:
+        others = any(_same(x, y, tolerance) for y in (*heads, *given))
+        return others or any(_same(x, y, tolerance, of_pairs=True) for y in tables)
+
+    found = {name: x.double() for name, x in rest.items() if not is_known(x.double(), comparison.tolerance)}
+    return {name: _is_map(x, tables[1]) and not is_known(x, TABLE) for name, x in found.items()}
 
 
 def _is_map(x: Tensor, weights: Tensor) -> bool:
@@ -168,11 +172,15 @@ def _is_map(x: Tensor, weights: Tensor) -> bool:
     return x.shape[-2:] == weights.shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
 
 
-def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]:
-    """All that the program computes, with one head alone where several share it, and averaged over heads."""
+def _tables(program: Program, values: Values) -> Iterator[Tensor]:
+    """All that it computes for each query and key, with one head alone where several share it, and averaged."""
     scores, weights = program.scores(values), program.weights(values)
-    yield from (scores, weights, weights.mean(1), weights.sum(1), *weights.unbind(1), output, program.averaged(values))
-    yield program.products(values)
+    yield from (scores, weights, weights.mean(1), weights.sum(1), *weights.unbind(1), program.products(values))
+
+
+def _heads(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]:
+    """All else that it computes, with one head alone where several share it."""
+    yield from (output, program.averaged(values))
     for _, one in program.roles:
         heads = one.projected(values), one(values)
         first = first_alike(one.weight).unique()
@@ -180,9 +188,11 @@ def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor
         yield from (x[:, first] for x in heads)
 
 
-def _same(x: Tensor, own: Tensor, tolerance: float) -> bool:
+def _same(x: Tensor, own: Tensor, tolerance: float, of_pairs: bool = False) -> bool:
+    """Whether two are the same in some order of their axes; of pairs the queries stand before the keys."""
     if x.numel() != own.numel() or own.dim() > AXES:
         return False
     x, close = x.clamp_min(-HIDING), tolerance * float(own.abs().max())
-    orders = itertools.permutations(range(own.dim()))
+    keys, every = own.dim() - 1, itertools.permutations(range(own.dim()))
+    orders = (order for order in every if not of_pairs or order.index(keys - 1) < order.index(keys))
     return any(torch.allclose(own.permute(order).reshape(x.shape), x, rtol=0, atol=close) for order in orders)

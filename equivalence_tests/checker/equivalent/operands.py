@@ -30,6 +30,7 @@ class Slice:
         number: Of the slice in it.
         context: The product of weights and values.
         place: Of the slice in that.
+        rows: Those of the slice whose queries are of this head: heads that share their keys may be queries of one.
     """
 
     head: Head
@@ -37,6 +38,7 @@ class Slice:
     number: int
     context: Context
     place: int
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:
     codes, places = (product.left, contraction.left) if left else (product.right, contraction.right)
     if role == "value":
         codes, places = codes.mT, places.mT
-    return codes[number], places[number], product.operation.index, contraction.sides[0 if left else 1]
+    rows = one.rows if left else slice(None)
+    return codes[number][rows], places[number][rows], product.operation.index, contraction.sides[0 if left else 1]
 
 
 def _slices(watched: Watched) -> Iterator[Slice]:
@@ -280,11 +283,21 @@ def _slices(watched: Watched) -> Iterator[Slice]:
         if not part.contexts:
             raise UnreadError("there are no weights times values")
         context, out = part.contexts[0], part.product.contraction.out
-        slice_of = torch.empty(out.numel(), dtype=torch.long)
+        slice_of, row_of = (torch.empty(out.numel(), dtype=torch.long) for _ in range(2))
         slice_of[out.reshape(-1)] = torch.arange(len(out)).repeat_interleave(out[0].numel())
+        row_of[out.reshape(-1)] = torch.arange(out.size(1)).repeat_interleave(out.size(2)).repeat(len(out))
         for place, weights in enumerate(context.weights):
-            mine = weights[source_of(weights) == part.number]
-            for number in slice_of[place_of(mine)].unique().tolist():
-                first = part.product.left[number, 0]
-                head = tuple(source_of(first).tolist()), tuple(feature_of(first).tolist())
-                yield Slice(head, part, number, context, place)
+            mine = place_of(weights[source_of(weights) == part.number])
+            for number in slice_of[mine].unique().tolist():
+                rows = row_of[mine[slice_of[mine] == number]].unique()
+                for head, own in _heads_in(part.product.left[number], rows):
+                    yield Slice(head, part, number, context, place, own)
+
+
+def _heads_in(left: Tensor, rows: Tensor) -> Iterator[tuple[Head, Tensor]]:
+    """Tell the heads of some rows of queries apart, by their features."""
+    sources, features = source_of(left)[rows], feature_of(left)[rows]
+    while len(rows):
+        mine = ((sources == sources[:1]) & (features == features[:1])).all(-1)
+        yield (tuple(sources[0].tolist()), tuple(features[0].tolist())), rows[mine]
+        sources, features, rows = sources[~mine], features[~mine], rows[~mine]

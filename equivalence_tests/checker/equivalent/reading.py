@@ -179,7 +179,8 @@ def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
         raise UnreadError("its scores are replaced")
     factors = torch.full_like(model.bias, model.factor) if model.by_head is None else model.by_head
     laid = part.product.contraction.result(factors)
-    heads = {reader.heads.index(one.head): laid[one.number].flatten()[0] for one in reader.slices if one.part is part}
+    own = (one for one in reader.slices if one.part is part)
+    heads = {reader.heads.index(one.head): laid[one.number][one.rows].flatten()[0] for one in own}
     with torch.no_grad():
         gain = torch.ones(1) if reader.gain is None else reader.gain(reader.values).flatten()
     return torch.stack([number / gain[head % len(gain)] for head, number in heads.items()])

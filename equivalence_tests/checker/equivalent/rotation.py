@@ -261,14 +261,13 @@ def _angles(form: Rotation, x: Tensor, have: Tensor, positions: Tensor) -> Tenso
     """Measure the angles of all pairs at each position; None if the pairs are others."""
     part = slice(form.start, form.start + form.width)
     before, after = (torch.complex(*paired(rows[:, part].contiguous(), form.apart)) for rows in (x, have))
-    ratio = after / before
-    if not torch.allclose(ratio.abs(), torch.ones(()).double(), rtol=1e-6):
-        return None
-    seen = torch.bincount(positions)
-    mean = torch.zeros(len(seen), ratio.size(1), dtype=ratio.dtype).index_add(0, positions, ratio)
-    mean = mean / seen.clamp_min(1)[:, None]
-    uneven = float((mean[positions] - ratio).abs().max()) > LOOSE
-    return None if bool((seen == 0).any()) or uneven else mean.angle()
+    turns, lengths = after * before.conj(), before.abs().square()  # short pairs say little where float32 rounds them
+    seen, shape = torch.bincount(positions), (int(positions.max()) + 1, before.size(1))
+    total = torch.zeros(shape, dtype=turns.dtype).index_add(0, positions, turns)
+    mean = total / torch.zeros(shape, dtype=lengths.dtype).index_add(0, positions, lengths)
+    near, whole = float(before.abs().max()), torch.allclose(mean.abs(), torch.ones(()).double(), rtol=1e-6)
+    uneven = float((mean[positions] * before - after).abs().max()) > LOOSE * near
+    return mean.angle() if whole and not uneven and bool((seen > 0).all()) else None
 
 
 def _with_angles(form: Rotation, angles: Tensor) -> Rotation:

@@ -709,3 +709,65 @@ def test_an_error_of_what_was_written_down_is_none_of_the_users() -> None:
     error = ask(lambda: made(torch.ones(1))).error
     assert error is not None
     assert "missing" not in str(not_called_again(error))
+
+
+class SharesKeys(Base):
+    """Two thirds of the heads share their keys with another: one product has the queries of three heads in its rows."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.groups = max(heads // 3, 1)
+        self.k, self.v = (nn.Linear(dim, dim // heads * self.groups) for _ in range(2))
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self.split(self.q(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.queries(x).unflatten(1, (self.groups, -1))
+        k, v = (f(x).unflatten(-1, (self.groups, -1)).transpose(1, 2) for f in (self.k, self.v))
+        weights = (torch.einsum("bghqd,bgkd->bghqk", q, k) / q.size(-1) ** 0.5).softmax(-1)
+        return self.o(self.merge(torch.einsum("bghqk,bgkd->bghqd", weights, v).flatten(1, 2)))
+
+
+class PutsHeadsElsewhere(SharesKeys):
+    def queries(self, x: Tensor) -> Tensor:
+        return super().queries(x).roll(1, dims=1)
+
+
+def test_rows_of_one_product_may_be_queries_of_several_heads() -> None:
+    assert verify(SharesKeys).verdict == "equal", str(verify(SharesKeys))
+    assert not verify(PutsHeadsElsewhere)
+
+
+class TakesADropout(nn.Module):
+    """Gives its weights beside the output, and takes a dropout as it is called."""
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def shown(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:
+        weights = (query @ key.mT / math.sqrt(query.size(-1))).softmax(-1)
+        if dropout is not None:
+            weights = dropout(self.dropped(weights))
+        return weights @ value, self.shown(weights)
+
+
+class MixesWithADropout(TakesADropout):
+    def dropped(self, weights: Tensor) -> Tensor:
+        return weights.mT.reshape(weights.shape)
+
+
+class ShowsOtherWeights(TakesADropout):
+    def shown(self, weights: Tensor) -> Tensor:
+        return weights.mT.reshape(weights.shape)
+
+
+def test_a_dropout_is_handed_over_and_weights_that_come_back_have_queries_before_keys() -> None:
+    assert verify(TakesADropout).verdict == "equal", str(verify(TakesADropout))
+    assert verify(MixesWithADropout).verdict in ("deviates", "unchecked")
+    assert verify(ShowsOtherWeights).verdict == "partial"
