@@ -159,6 +159,26 @@ class KeptSlopesOfTheWrongSign(Distant):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class OverAGrid(Distant):
+    """Right: ALiBi between the patches of an image behind a class token, from a buffer."""
+
+    table: Tensor
+    sign = -1.0
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        places = torch.tensor([(row, column) for row in range(2) for column in range(4)]).float()
+        far = F.pad((places[:, None] - places).square().sum(-1).sqrt(), (1, 0, 1, 0))
+        self.register_buffer("table", self.sign * 2.0 ** -torch.arange(1, heads + 1)[:, None, None] * far)
+
+    def bias(self, x: Tensor) -> Tensor:
+        return self.table
+
+
+class OverAGridWithTheWrongSign(OverAGrid):
+    sign = 1.0
+
+
 class Near(Distant):
     """A mask of its own, which nothing but its author knows to be right."""
 
@@ -185,6 +205,50 @@ class MetByQueries(Distant):
         return ((q @ k.mT + met) * self.scale(q)).softmax(-1)
 
 
+class OfDistances(Distant):
+    """Right: Transformer-XL, whose queries have one bias where they meet keys and one for sinusoids of distances."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.of_keys, self.of_distances = (nn.Parameter(torch.randn(heads, 1, dim // heads)) for _ in range(2))
+
+    def sines(self, x: Tensor) -> Tensor:
+        place, width = torch.arange(x.size(1) - 1, -x.size(1), -1, dtype=x.dtype), x.size(-1)
+        angles = place[:, None] * 10_000 ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    def shifted(self, scores: Tensor) -> Tensor:
+        b, h, n, m = scores.shape
+        padded = torch.cat([scores.new_zeros(b, h, n, 1), scores], -1).view(b, h, m + 1, n)
+        return padded[:, :, 1:].reshape(b, h, n, m)[..., :n]
+
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        far = self.split(self.project(self.sines(x))[None])
+        said = self.shifted((q + self.of_distances) @ far.mT)
+        return (self.together((q + self.of_keys) @ k.mT, said) * self.scale(q)).softmax(-1)
+
+    def together(self, of_keys: Tensor, of_distances: Tensor) -> Tensor:
+        return of_keys + of_distances
+
+
+class OfPlaces(OfDistances):
+    def shifted(self, scores: Tensor) -> Tensor:
+        return scores[..., : scores.size(-2)]
+
+
+class OfLoudDistances(OfDistances):
+    def together(self, of_keys: Tensor, of_distances: Tensor) -> Tensor:
+        return of_keys + 2 * of_distances
+
+
+class OfOneBias(OfDistances):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.of_distances = self.of_keys
+
+
 @pytest.mark.parametrize("right", [Distant, Table, Fused, RightSide])
 def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
     report = verify(right)
@@ -196,6 +260,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (OverAGridWithTheWrongSign, "bias_grows_with_distance"),
         (Unscaled, "scale_missing"),
         (OverQueries, "softmax_over_queries"),
         (AfterTheSoftmax, "changed_by_add"),
@@ -211,6 +276,15 @@ def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str)
     assert report.mistakes == (name,), str(report)
 
 
+def test_slopes_fall_between_the_patches_of_an_image() -> None:
+    report = verify(OverAGrid(12, 3))
+    assert report.verdict == "equal", str(report)
+    assert "in a grid of 2 x 4 patches behind 1 other times a slope" in " ".join(str(report).split())
+    table = OverAGrid(12, 3)
+    table.table *= 2
+    assert verify(table).verdict == "unchecked"
+
+
 def test_queries_may_meet_a_vector_for_each_distance() -> None:
     module, x = MetByQueries(12, 3).double(), torch.randn(2, 5, 12, dtype=torch.float64)
     report = verify(module)
@@ -218,6 +292,21 @@ def test_queries_may_meet_a_vector_for_each_distance() -> None:
     assert report.equivalent is not None
     assert torch.allclose(report.equivalent.of(module)(x), module(x), atol=1e-12)
     assert "distances.weight, a vector for each distance" in " ".join(str(report).split())
+
+
+def test_queries_may_meet_sinusoids_of_distances_with_a_bias_of_their_own() -> None:
+    module, x = OfDistances(12, 2).double(), torch.randn(2, 9, 12, dtype=torch.float64)
+    report = verify(module)
+    assert report.verdict == "equal", str(report)
+    assert "the queries plus of_distances meet a sinusoid of each distance" in " ".join(str(report).split())
+    assert report.equivalent is not None
+    assert torch.allclose(report.equivalent.of(module)(x), module(x), atol=1e-12)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wrong", [OfOneBias, OfLoudDistances, OfPlaces])
+def test_sinusoids_of_distances_that_are_not_transformer_xls_are_not_called_right(wrong: Callable[..., Any]) -> None:
+    assert verify(wrong(12, 2)).verdict != "equal"
 
 
 def test_rows_that_are_not_shifted_are_of_no_distance() -> None:

@@ -158,12 +158,14 @@ class Conventions:
     def _grows(self, part: Part, model: WeightsModel, live: Tensor) -> bool:
         """Whether what is added is the greater the farther a key is from the query, before it or behind it.
 
+        Between the patches of an image it is the least for the query's own: distances there have other orders.
         Where a mask argument may hide later keys, what is added for those keys is no evidence.
         """
         query, key, queries, keys = ranks_of(part)
         apart = [key - query - shift for shift in {0, keys - queries}]
         signs = (-1,) if self._takes_a_mask() else (-1, 1)
-        return any(_rises(model, live & (sign * x >= 0), sign * x) for x in apart for sign in signs)
+        in_a_row = any(_rises(model, live & (sign * x >= 0), sign * x) for x in apart for sign in signs)
+        return in_a_row or _is_least_for_itself(part, model, live)
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
@@ -278,6 +280,18 @@ def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:
     rows, apart, bias = (x[live][order] for x in (model.rows, distance, model.bias))
     farther = (rows.diff() == 0) & (apart.diff() > 0)
     return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > MEASURED).all())
+
+
+def _is_least_for_itself(part: Part, model: WeightsModel, live: Tensor) -> bool:
+    """Whether each token adds the least to its own score, and more of several numbers to those of others."""
+    query, key, queries, keys = ranks_of(part)
+    own = live & (query == key)
+    if queries != keys or not bool(own.any()):
+        return False
+    least = torch.full((int(model.rows.max()) + 1,), torch.nan, dtype=model.bias.dtype)
+    least[model.rows[own]] = model.bias[own]
+    more = (model.bias - least[model.rows])[live]
+    return bool((more > -MEASURED).all()) and len((more * 1e6).round().unique()) > 4
 
 
 def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:

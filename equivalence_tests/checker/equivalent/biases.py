@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Slice
-from equivalence_tests.checker.equivalent.parameters import Parameters, paired
+from equivalence_tests.checker.equivalent.parameters import paired
+from equivalence_tests.checker.equivalent.relative import Relative, read_relative
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import EXACT, places_in
+from equivalence_tests.checker.equivalent.watched import EXACT, SINGLE, places_in
 
 CLOSE = 1e-6
 
@@ -62,27 +65,65 @@ class Visible:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """The places of tokens that are the patches of an image, row after row.
+
+    Args:
+        rows: How many there are.
+        columns: The same.
+        first: How many other tokens stand before them, each at no distance from any.
+        power: Of the norm that is the distance: 2 for Euclid's.
+    """
+
+    rows: int
+    columns: int
+    first: int = 0
+    power: float = 2.0
+
+    def __str__(self) -> str:
+        before = f" behind {self.first} other" if self.first else ""
+        return f" in a grid of {self.rows} x {self.columns} patches{before}"
+
+    def distances(self) -> Tensor:
+        """Give the distance of each token from each, (l, l)."""
+        places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
+        return F.pad(torch.cdist(places, places, self.power), (self.first, 0, self.first, 0))
+
+    @classmethod
+    def all_of(cls, length: int) -> Iterator["Grid"]:
+        """List those that have so many tokens."""
+        for first, power in itertools.product((0, 1), (2.0, 1.0, torch.inf)):
+            places = length - first
+            sides = (rows for rows in range(2, places // 2 + 1) if places % rows == 0)
+            yield from (cls(rows, places // rows, first, power) for rows in sides)
+
+
+@dataclass(frozen=True)
 class Bias:
     """What is added to the scores.
 
     Args:
         visible: What is hidden by the distance.
         slopes: What each head subtracts for each step of distance, (h,); None for nothing.
+        grid: In which that distance is; None for that in the row of tokens.
         learnt: Which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector
             for each distance; None for none.
         factor: What these elements are multiplied by.
         meets: Whether the queries meet them.
         given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
+        relative: What queries say to the distance of a key; None for nothing.
     """
 
     visible: Visible = Visible()
     slopes: Tensor | None = None
+    grid: Grid | None = None
     learnt: Tensor | None = None
     factor: float = 1.0
     meets: bool = False
     given: Tensor | None = None
+    relative: Relative | None = None
 
-    def __call__(self, query: Tensor, key_len: int, parameters: Parameters) -> Tensor | None:
+    def __call__(self, query: Tensor, key_len: int, values: Values) -> Tensor | None:
         """Give what is added for queries (b, h, q, d): (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
         query_len = query.size(-2)
         if self.given is not None:
@@ -93,12 +134,17 @@ class Bias:
         hidden = self.visible.hidden(gap)
         bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
         if self.slopes is not None:
-            bias = -self.slopes[:, None, None] * gap.abs()
+            far = gap.abs() if self.grid is None else self.grid.distances()
+            if far.shape != gap.shape:
+                raise UnreadError("a grid was read for one length only")
+            bias = -self.slopes[:, None, None] * far
         if self.learnt is not None:
             if self.learnt.shape[1:3] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
             met = query if self.meets else torch.ones_like(query[..., :1])
-            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", met, parameters.taken(self.learnt))
+            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", met, values.parameters.taken(self.learnt))
+        if self.relative is not None:
+            bias = bias + self.relative(values, key_len)
         return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
 
     @property
@@ -113,7 +159,7 @@ class Bias:
 
     @property
     def _adds_nothing(self) -> bool:
-        return all(x is None for x in (self.slopes, self.learnt, self.given))
+        return all(x is None for x in (self.slopes, self.learnt, self.given, self.relative))
 
     @property
     def is_of_distance(self) -> bool:
@@ -130,7 +176,7 @@ class Bias:
         """Whether the slopes are those of ALiBi: the powers of one number, or as its paper has them.
 
         The paper has 2^(-8 i / heads); where heads are no power of two, those of the next lower one and, behind
-        them, every second of twice as many.
+        them, every second of twice as many. Which head has which is all the same.
         """
         if self.slopes is None or bool((self.slopes <= 0).any()):
             return False
@@ -138,8 +184,9 @@ class Bias:
         numbers = torch.arange(1.0, heads + 1, dtype=torch.float64)
         lower = 2 ** (heads.bit_length() - 1)
         paper = torch.cat([2 ** (-8 * numbers[:lower] / lower), 2 ** (-4 * (2 * numbers[: heads - lower] - 1) / lower)])
-        powers = self.slopes[0] ** numbers
-        return any(torch.allclose(self.slopes, one, rtol=1e-5) for one in (powers, paper)) and float(self.slopes[0]) < 1
+        slopes, paper = (x.sort(descending=True).values for x in (self.slopes, paper))
+        powers = slopes[0] ** numbers
+        return any(torch.allclose(slopes, one, rtol=1e-5) for one in (powers, paper)) and float(slopes[0]) < 1
 
 
 def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
@@ -172,12 +219,20 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     slopes = _slopes(bias, hidden, gap) if alike else None
     if slopes is not None:
         return Bias(visible, slopes)
+    for grid in Grid.all_of(lengths[0]) if alike and lengths[0] == lengths[1] else ():
+        found = Bias(visible, _slopes(bias, hidden, grid.distances()), grid)
+        if found.is_alibi:  # by other numbers, a buffer alone would say that it is intended
+            reader.watched.tolerance = SINGLE  # roots of tables that were made in float32
+            return found
     query = reader.found["query"](reader.values)[0].detach()
     met = torch.ones_like(query[..., :1]) if alike else query
     learnt = _learnt(reader, lengths, ~hidden, met) if bool((every.isinf() == hidden).all()) else None
     if learnt is None and alike:
         raise UnreadError("what is added to the scores is no element of a table times one number")
-    return Bias(given=every) if learnt is None else Bias(_visible(hidden, gap), None, *learnt, meets=not alike)
+    if learnt is not None:
+        return Bias(_visible(hidden, gap), None, None, *learnt, meets=not alike)
+    relative = _relative(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
+    return Bias(given=every) if relative is None else Bias(_visible(hidden, gap), relative=relative)
 
 
 def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:
@@ -226,7 +281,7 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
 
 
 def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
-    """Find what each head subtracts for each step of distance; None if it is something else."""
+    """Find what each head subtracts for each step of distance, (q, k); None if it is something else."""
     steps = -gap.abs().double().expand_as(bias)
     rows = ~hidden & (~hidden).any(-1, keepdim=True)
     count = rows.sum(-1, keepdim=True).clamp_min(1)
@@ -251,6 +306,19 @@ def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: 
     usual = (1.0, met.size(-1) ** -0.5, factors[0])
     factor = next(x for x in usual if abs(factors[0] / x - 1) < EXACT)
     return (places, factor) if all(abs(x / factor - 1) < EXACT for x in factors) else None
+
+
+def _relative(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> Relative | None:
+    """Read relative positions off one score of each head."""
+    one = torch.zeros_like(seen)
+    one[:, 1:2, 0] = seen[:, 1:2, 0]
+    gradients = [
+        (found.sort().values, numbers[found.argsort()]) for _, found, numbers in _gradients(reader, lengths, one)
+    ]
+    relative = read_relative(reader.found["query"], gradients, reader.values) if len(gradients) == len(seen) else None
+    if relative is not None:
+        reader.watched.tolerance = SINGLE  # sines of tables that were made in float32
+    return relative
 
 
 def _gradients(

@@ -250,7 +250,7 @@ def hold(report: Report, situation: Situation) -> None:
 def _failing(holding: Holding) -> Iterator[CheckResult]:
     """List the checks that fail where the output is that of the program, and something else is not."""
     what, size = holding.comparison.worst.what, holding.comparison.worst.size
-    if what.startswith(OF_ARGUMENTS) and size > ABOVE_ROUNDING:
+    if what.startswith(OF_ARGUMENTS) and size > max(ABOVE_ROUNDING, holding.comparison.tolerance):
         none = "the output carries no gradient: it is detached, or computed under no_grad"
         apart = f"the {what} differs by {size:.2g} of the largest value"
         yield CheckResult("check_gradients", "failed", none if what == NO_GRADIENTS else apart)

@@ -137,8 +137,12 @@ class OperandReader:
         if any(abs(one.factor / first.factor - 1) > 10 * self.watched.tolerance for one in heads):
             raise UnreadError(f"the rows of the {role} projection are multiplied by different numbers")
         biases = [one.bias for one in heads if one.bias is not None]
+        more = [one.more for one in heads if one.more is not None]
         return replace(
-            first, weight=torch.stack([one.weight for one in heads]), bias=torch.stack(biases) if biases else None
+            first,
+            weight=torch.stack([one.weight for one in heads]),
+            bias=torch.stack(biases) if biases else None,
+            more=torch.stack(more) if more else None,
         )
 
     @property
@@ -212,10 +216,14 @@ class OperandReader:
         elements = made[[where[int(place)] for place in place_of(wanted)]]
         learnt = {one.name for one in every if isinstance(one, Learnt)}
         learnt |= {name for one in every if isinstance(one, Called) for name in self._parameters_of(one)}
-        found = self.watched.parameters.projection(elements, flat[token], self.watched.tolerance, learnt)
-        if found is None:
+        parameters, biases = self.watched.parameters, 2 if role == "query" else 1
+        found = parameters.projection(elements, flat[token], self.watched.tolerance, learnt, biases)
+        if found is None or found.bias is None:
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
-        return Projection(found.weight, found.bias, found.factor, tokens=tokens)
+        own, more = found.bias, found.more
+        if more is not None and parameters.is_beside(more, found.weight):
+            own, more = more, own
+        return Projection(found.weight, own, found.factor, more, tokens=tokens)
 
     def _parameters_of(self, one: Called) -> Iterator[str]:
         """Name the parameters of a sub-module."""

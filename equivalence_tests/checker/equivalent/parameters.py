@@ -19,26 +19,34 @@ class Affine:
         weight: (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken.
         bias: (...); -1 for none.
         factor: What all of it is multiplied by.
+        more: A second bias, as queries may have one for each head; None for none.
     """
 
     weight: Tensor
     bias: Tensor | None
     factor: float = 1.0
+    more: Tensor | None = None
 
     def of(self, x: Tensor, parameters: "Parameters") -> Tensor:
         """Project tokens, (..., features), all that it makes side by side."""
         if self.bias is None:
             return self.factor * x[..., self.weight.flatten()]
         weight, bias = parameters.taken(self.weight), parameters.taken(self.bias)
+        bias = bias if self.more is None else bias + parameters.taken(self.more)
         return self.factor * F.linear(x, weight.flatten(0, -2), bias.flatten())
+
+    @property
+    def biases(self) -> Tensor:
+        """The parameter elements of its biases."""
+        every = [torch.zeros(0, dtype=torch.long), *(x.flatten() for x in (self.bias, self.more) if x is not None)]
+        return torch.cat([x[x >= 0] for x in every])
 
     @property
     def places(self) -> Tensor:
         """The parameter elements that it uses."""
         if self.bias is None:
             return torch.zeros(0, dtype=torch.long)
-        every = torch.cat([self.weight.flatten(), self.bias.flatten()])
-        return every[every >= 0]
+        return torch.cat([self.weight.flatten(), self.biases])
 
 
 class Parameters:
@@ -79,6 +87,11 @@ class Parameters:
         ]
         return [name for name, inside in found if bool(inside.any())]
 
+    def is_beside(self, bias: Tensor, weight: Tensor) -> bool:
+        """Whether a bias, which may be none, belongs to the module that the weight belongs to."""
+        owners = {name.rpartition(".")[0] for x in (weight, bias[bias >= 0]) for name in self.names_at(x)}
+        return len(owners) == 1
+
     def gradient(self, element: Tensor, without: Collection[str] = ()) -> tuple[Tensor, Tensor]:
         """Differentiate one number by all parameters.
 
@@ -103,7 +116,7 @@ class Parameters:
         return torch.cat(places), torch.cat(numbers)
 
     def projection(
-        self, elements: Tensor, features: Tensor, tolerance: float, without: Collection[str] = ()
+        self, elements: Tensor, features: Tensor, tolerance: float, without: Collection[str] = (), biases: int = 1
     ) -> Affine | None:
         """Read which projection makes some elements of one token.
 
@@ -116,6 +129,7 @@ class Parameters:
             features: The input of the projection at that token, (e,).
             tolerance: What differs by less, relative to the largest feature, is rounding.
             without: Names of parameters that belong to something else.
+            biases: How many it may have at most.
 
         Returns:
             One row for each element; None if no such rows make the numbers.
@@ -123,7 +137,7 @@ class Parameters:
         counts = torch.arange(1, len(elements) + 1)
         (places, numbers), (_, counted) = (self.gradient((elements * x).sum(), without) for x in (1, counts))
         width = len(numbers) // len(elements)
-        if len(counted) != len(numbers) or width - len(features) not in (0, 1):
+        if len(counted) != len(numbers) or width - len(features) not in range(biases + 1):
             return None
         row, order = (counted / numbers).round().sort(stable=True)
         if not torch.equal(row.long(), counts.repeat_interleave(width)):
@@ -135,7 +149,8 @@ class Parameters:
     def _gives(self, found: Affine, features: Tensor, elements: Tensor, tolerance: float) -> bool:
         assert found.bias is not None  # it projects
         with torch.no_grad():
-            size = abs(found.factor) * (self.taken(found.weight).abs() @ features.abs() + self.taken(found.bias).abs())
+            added = self.taken(found.bias).abs() + (0.0 if found.more is None else self.taken(found.more).abs())
+            size = abs(found.factor) * (self.taken(found.weight).abs() @ features.abs() + added)
             return bool(((found.of(features, self) - elements).abs() <= 10 * tolerance * size.clamp_min(1e-30)).all())
 
 
@@ -160,25 +175,25 @@ def paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, toler
     """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias.
 
     Args:
-        places: The parameter elements of each row, (rows, features), or one more.
+        places: The parameter elements of each row, (rows, features), or one or two more.
         numbers: Their gradients.
         features: What each row is multiplied with.
         sign: Of the factor.
         tolerance: What differs by less, relative to the largest feature, is rounding.
     """
-    biased, bias = numbers.size(1) > len(features), torch.full((len(numbers),), -1)
+    biased, bias = numbers.size(1) - len(features), torch.full((len(numbers), 1), -1)
     factor = sign * float((numbers[0].square().sum() / (features.square().sum() + biased)).sqrt())
     numbers = numbers / factor
     if biased:
-        at = (numbers - 1).abs().argmin(1, keepdim=True)
+        at = (numbers - 1).abs().topk(biased, 1, largest=False).indices.sort().values
         rest = torch.ones_like(numbers, dtype=torch.bool).scatter(1, at, False)
-        if bool(((numbers - 1).abs().amin(1) >= 10 * tolerance).any()):
+        if bool(((numbers - 1).abs().gather(1, at) >= 10 * tolerance).any()):
             return None
-        bias, places, numbers = places.gather(1, at)[:, 0], *(x[rest].view(len(x), -1) for x in (places, numbers))
+        bias, places, numbers = places.gather(1, at), *(x[rest].view(len(x), -1) for x in (places, numbers))
     have, want = numbers.sort(), features.sort()
     close = 10 * tolerance * want.values.abs() + tolerance * features.abs().max()
     if bool(((have.values - want.values).abs() > close).any()):
         return None
     weight = torch.empty_like(places)
     weight[:, want.indices] = places.gather(1, have.indices)
-    return Affine(weight, bias, snapped(factor, 1.0, tolerance))
+    return Affine(weight, bias[:, 0], snapped(factor, 1.0, tolerance), bias[:, 1] if biased > 1 else None)

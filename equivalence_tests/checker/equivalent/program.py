@@ -28,6 +28,7 @@ from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
 
 ROUNDING = 1e-13  # of factors that are products of exact ones
+ROUNDED = 1e-6  # of those that were measured
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Program:
         query, key, value = self._scaled_queries(values), self.key(values), self.value(values)
         if self.cap or self.sink is not None:
             return self.weights(values, may_attend) @ value
-        bias = self._added(query, key, values.parameters, may_attend)
+        bias = self._added(query, key, values, may_attend)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
 
     def weights(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -112,16 +113,14 @@ class Program:
 
     def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give what the softmax is of, (b, h, q, k)."""
-        added = self._added(self.query(values), self.key(values), values.parameters, may_attend)
+        added = self._added(self.query(values), self.key(values), values, may_attend)
         return self.products(values) if added is None else self.products(values) + added
 
-    def _added(
-        self, query: Tensor, key: Tensor, parameters: Parameters, may_attend: Tensor | None = None
-    ) -> Tensor | None:
+    def _added(self, query: Tensor, key: Tensor, values: Values, may_attend: Tensor | None = None) -> Tensor | None:
         """Give what is added to the scores; None for nothing."""
         replaced = self.mask_replaces and may_attend is not None
         own = replace(self.bias, visible=Visible()) if replaced else self.bias
-        bias = own(query, key.size(-2), parameters)
+        bias = own(query, key.size(-2), values)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
@@ -142,6 +141,7 @@ class Program:
             for _, one in self.roles
         )
         heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
+        plain = plain and self.query.more is None
         whole = plain and self.value.weight.size(1) == width and features == heads * width
         out = self.output.bias is not None and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
@@ -303,15 +303,33 @@ class Program:
             said = f"the parameter {name}{of_distance}" if of_distance or not self.bias.meets else ""
             stage = "scores" if said else "again"  # that a parameter takes part says nothing for where
             yield Step(f"{what} is added to the scores", said, stage)
+        if self.bias.relative is not None or self.query.more is not None:
+            yield self._relative(parameters)
         if self.bias.given is not None:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
-            yield Step("the distance times a slope is subtracted from the scores", said, "scores")
+            yield Step(
+                f"the distance{self.bias.grid or ''} times a slope is subtracted from the scores", said, "scores"
+            )
         if self.cap:
             yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), self.bias.visible.evidence, "mask")
+
+    def _relative(self, parameters: Parameters) -> Step:
+        """What queries say to distances, and the biases that they have there and where they meet keys."""
+        relative = self.bias.relative
+        if relative is None:
+            name = parameters.name_at(int(self.query.biases.max()))
+            return Step(f"{name} is added to the queries", f"the parameter {name}", "again")
+        added = relative.added(self.query, parameters)
+        here, there = (", ".join(names) or "nothing" for names in added)
+        words = f"the queries plus {here} meet a sinusoid of each distance, projected by "
+        words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} meet the keys"
+        usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
+        said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""
+        return Step(words, said, "scores" if said else "again")
 
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:

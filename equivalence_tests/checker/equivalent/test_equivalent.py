@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
-from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made
+from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made, Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
@@ -663,7 +663,7 @@ def test_rows_of_parameters_are_written_as_python(shape: tuple[int, ...], places
     ],
 )
 def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:
-    bias = Bias(visible)(torch.zeros(1, 1, 2, 4), 3, Parameters({}))
+    bias = Bias(visible)(torch.zeros(1, 1, 2, 4), 3, Values({}, None, Parameters({})))
     assert bias is not None
     assert (~bias[0].isinf()).int().tolist() == seen
 

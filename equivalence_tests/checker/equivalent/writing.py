@@ -13,6 +13,7 @@ from equivalence_tests.checker.equivalent.expressions import Called, Given, Valu
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
+from equivalence_tests.checker.equivalent.relative import BASE, Relative
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -257,6 +258,8 @@ class AttentionWriter:
                 yield f"{own}_tokens = {own}"
 
     def _operand(self, role: str, one: Projection) -> Iterator[str]:
+        relative = self.program.bias.relative if role == "query" else None
+        one = one if relative is None else relative.split(one)
         heads, own, weight, bias = _grouped(one)
         tokens: Any = one.tokens(self.values)
         if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
@@ -267,6 +270,10 @@ class AttentionWriter:
         else:
             self.writer.linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
             yield f"{role} = self.{role}_proj({tokens}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
+        if relative is not None:
+            yield f"met = {role}{self._plus(relative.query.more)}  # what meets the distances"
+        if one.more is not None:
+            yield f"{role} = {role}{self._plus(one.more)}"
         if one.change.norm is not None:
             yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
         if one.change.rotation is not None:
@@ -275,6 +282,15 @@ class AttentionWriter:
             yield f"{role} = {one.number!r} * {role}"
         if heads is not None:
             yield f"{role} = {role}[:, {heads}]  # which heads share it"
+
+    def _plus(self, places: Tensor | None) -> str:
+        """Write that a vector of each head is added; "" for none."""
+        if places is None:
+            return ""
+        (name,), (heads, width) = self.parameters.names_at(places), places.shape
+        if not torch.equal(places.flatten(), torch.arange(places.numel()) + self.parameters.start[name]):
+            raise UnreadError("a vector of each head that lies in another order cannot be written down")
+        return f" + {self.writer.parameter(name)}.reshape({heads}, 1, {width})"
 
     def _features(self, tokens: str, weight: Tensor, packed: bool) -> str:
         """Take some features of the tokens, which may be packed with those of the other operands, apart into heads."""
@@ -339,7 +355,12 @@ class AttentionWriter:
             yield f"    bias = ~({self._hidden()})  # True = may look"
             return
         yield "bias = query.new_zeros(1, 1, query.size(-2), key.size(-2))"
-        if bias.slopes is not None or not bias.visible.is_everything:
+        if bias.grid is not None:
+            places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
+            yield f"places = {places}"
+            apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
+            yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
+        elif bias.slopes is not None or bias.relative is not None or not bias.visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if bias.visible.from_end else ""
             yield f"distance = queries[:, None] - keys{from_end}"
@@ -351,6 +372,8 @@ class AttentionWriter:
                 yield f"met = {learnt}  # a vector for each query and key"
                 learnt = "torch.einsum('bhqd,hqkd->bhqk', query, met)"
             yield f"bias = bias + {bias.factor!r} * {learnt}"
+        if bias.relative is not None:
+            yield from self._relative(bias.relative)
         if bias.visible.least is not None:
             yield f"bias = bias.masked_fill(distance < {bias.visible.least}, -torch.inf)"
         if bias.visible.most is not None:
@@ -358,6 +381,17 @@ class AttentionWriter:
         if self._has_mask:
             yield f"if {self.signature.mask} is not None:"
             yield f"    bias = bias.masked_fill({self._hidden()}, -torch.inf)"
+
+    def _relative(self, relative: Relative) -> Iterator[str]:
+        """Write what queries say to the distance of a key."""
+        heads, width, features = relative.weight.shape
+        steps = f"({BASE!r} ** (-torch.arange(0, {features}, 2) / {features})).to(bias)"
+        yield f"angles = {'-' if relative.backwards else ''}distance[..., None] * {steps}"
+        both = "(angles.sin(), angles.cos()), -1)"
+        yield f"sinusoids = {f'torch.cat({both}' if relative.halves else f'torch.stack({both}.flatten(-2)'}"
+        self.writer.linear("relative_proj", relative.weight.flatten(0, 1), None)
+        yield f"vectors = self.relative_proj(sinusoids).unflatten(-1, ({heads}, {width}))"
+        yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, vectors)"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
         name, width = self.parameters.name_at(int(places.max())), places.size(-1)

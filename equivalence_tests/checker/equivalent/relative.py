@@ -1,0 +1,122 @@
+"""Transformer-XL's relative positions: queries with a bias of their own meet a projected sinusoid of each distance."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.equivalent.expressions import Values
+from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.rotation import Change
+
+BASE = 10_000.0
+NEAR = 1e-5  # of sines in float32
+Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parameter elements, and the numbers
+
+
+@dataclass(frozen=True)
+class Relative:
+    """What is added to the scores: factor * (query · weight · sinusoid(query's place - key's place)).
+
+    Args:
+        query: How the queries are made that meet the sinusoids.
+        weight: The places of the projection of the sinusoids, (h, d, features).
+        factor: What the products are multiplied by.
+        halves: Whether all sines come first, then all cosines; else they alternate.
+        backwards: Whether the distance is counted from the query to the key.
+    """
+
+    query: Projection  # whose bias is that of its projection, and whose second one is what these have alone
+    weight: Tensor
+    factor: float = 1.0
+    halves: bool = False
+    backwards: bool = False
+
+    def __call__(self, values: Values, key_len: int) -> Tensor:
+        """Give what is added, (b, h, q, k)."""
+        query = self.query(values)
+        vectors = self.sinusoids(query.size(-2), key_len) @ values.parameters.taken(self.weight).flatten(0, 1).mT
+        vectors = vectors.unflatten(-1, self.weight.shape[:2])
+        return self.factor * torch.einsum("bhqd,qkhd->bhqk", query, vectors)
+
+    def sinusoids(self, queries: int, keys: int) -> Tensor:
+        """Give the sinusoids of all distances, (q, k, features)."""
+        apart = torch.arange(queries)[:, None] - torch.arange(keys)
+        width = self.weight.size(-1)
+        steps = BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = (-apart if self.backwards else apart)[..., None] * steps
+        both = angles.sin(), angles.cos()
+        return torch.cat(both, -1) if self.halves else torch.stack(both, -1).flatten(-2)
+
+    def split(self, query: Projection) -> Projection:
+        """Give the queries that meet keys with what only these have added as their second bias."""
+        assert query.bias is not None  # it is projected, and so is that of these
+        assert self.query.bias is not None
+        alone = query.more is None and not torch.equal(query.bias, self.query.bias)
+        return replace(query, bias=self.query.bias, more=query.bias if alone else query.more)
+
+    def added(self, query: Projection, parameters: Parameters) -> tuple[list[str], list[str]]:
+        """Name what is added to these queries, and to those that meet keys, beside the bias of their projection."""
+        none = torch.zeros(0, dtype=torch.long)
+        own, here = (parameters.names_at(none if x is None else x) for x in (self.query.bias, self.query.more))
+        return here, [name for name in parameters.names_at(query.biases) if name not in own]
+
+
+def read_relative(query: Projection, gradients: Gradients, values: Values) -> Relative | None:
+    """Read relative positions off the score of the second query and the first key in each head.
+
+    Args:
+        query: As queries meet keys.
+        gradients: Of these scores, without those of what projects queries and keys.
+        values: Of the run.
+
+    Returns:
+        None where it is something else.
+    """
+    matrices, vectors = _by_parameter(gradients, values.parameters, query.weight.shape[1])
+    if query.bias is None or query.change != Change() or len(matrices) != 1:
+        return None
+    ((weight, numbers),) = matrices
+    for one in _with_other_biases(query, vectors, values.parameters):
+        with torch.no_grad():
+            met = one.projected(values)[0, :, 1]
+        for halves, backwards in itertools.product((False, True), repeat=2):
+            found = Relative(one, weight, 1.0, halves, backwards)
+            wanted = met[..., None] * found.sinusoids(2, 1)[1, 0]
+            factor = float((wanted * numbers).sum() / wanted.square().sum())
+            if torch.allclose(numbers, factor * wanted, rtol=0, atol=NEAR * float(numbers.abs().max())):
+                usual = (x for x in (met.size(-1) ** -0.5, 1.0) if abs(factor / x - 1) < NEAR)
+                return replace(found, factor=next(usual, factor))
+    return None
+
+
+def _by_parameter(
+    gradients: Gradients, parameters: Parameters, width: int
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Take apart what each head is made with: matrices, (h, d, features), with their gradients, and vectors, (h, d)."""
+    matrices, vectors = list[tuple[Tensor, Tensor]](), list[Tensor]()
+    for name in parameters.names_at(torch.cat([places for places, _ in gradients])):
+        start = parameters.start[name]
+        inside = [(x >= start) & (x < start + parameters.named[name].numel()) for x, _ in gradients]
+        every = [(x[kept], y[kept]) for (x, y), kept in zip(gradients, inside, strict=True)]
+        if len({len(x) for x, _ in every}) > 1 or len(every[0][0]) % width:
+            return [], []
+        places, numbers = (torch.stack(one).view(len(every), width, -1) for one in zip(*every, strict=True))
+        if places.size(-1) == 1:
+            vectors.append(places[..., 0])
+        else:
+            matrices.append((places, numbers))
+    return matrices, vectors
+
+
+def _with_other_biases(query: Projection, vectors: list[Tensor], parameters: Parameters) -> Iterator[Projection]:
+    """Give the queries with other vectors in the place of the one that is added to those that meet the keys."""
+    assert query.bias is not None  # it is projected
+    own, more = query.bias, query.more
+    if more is None and not parameters.is_beside(own, query.weight):
+        own, more = torch.full_like(own, -1), own
+    for other in (None, *vectors, more):
+        yield replace(query, bias=own, more=other)
