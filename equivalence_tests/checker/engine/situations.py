@@ -1,6 +1,7 @@
 """One way to call what is checked, its inputs, and what was found in the call."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +25,13 @@ from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.lines import source_of
 
 # Which of queries, keys and values are made of an argument, by its role.
+# How code calls the first axis of what it is given, where that is the samples'.
+BATCH_FIRST = re.compile(
+    r"\b(bs?|bsz|batch\w*)\s*(,[^=\n]*)?=\s*\w+\.(shape\b(?!\[[^0])|size\((0?|dim=0)\))", re.IGNORECASE
+)
 OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
 
 
@@ -120,11 +126,12 @@ def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
 def _alternatives(trials: list[Trial]) -> list[Trial]:
     """The first way to call it, on all heads or on one, with each mask that may hide nothing and each form of angles.
 
-    If torch's attention runs in it with its default layout, (len, batch, features), the code may have that layout too.
+    Code may have torch's default layout, (len, batch, features), where it does not say that samples come first.
     """
     plan, sizes, function = trials[0].plan, trials[0].sizes, trials[0].function
     modules = function.modules() if isinstance(function, nn.Module) else ()
-    if any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules):
+    default = any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules)
+    if default or not BATCH_FIRST.search(source_of(type(function))):
         length_first = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
         plan = next((one.plan for one in (trials[0], *length_first) if one.keeps_samples_apart), plan)
     layouts = HEADS if plan.layout in HEADS else (plan.layout,)  # no name says which of them it is

@@ -1928,3 +1928,46 @@ class ThinsItsQueries(SamplesItsQueries):
 def test_what_is_sampled_is_no_dropout() -> None:
     assert verify(SamplesItsQueries).verdict == "unchecked"
     assert verify(ThinsItsQueries).verdict == "deviates"
+
+
+class LengthFirst(nn.Module):
+    """Tokens along the first axis, as Transformer-XL has them; no line names the axes."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.n_heads, -1)) for x in (self.q(h), *self.kv(h).chunk(2, -1)))
+        weights = (torch.einsum("ibnd,jbnd->ijbn", q, k) / q.size(-1) ** 0.5).softmax(1)
+        return self.o(torch.einsum("ijbn,jbnd->ibnd", weights, v).flatten(2))
+
+
+class SaysBatchFirst(LengthFirst):
+    def forward(self, h: Tensor) -> Tensor:
+        batch, _, width = h.shape
+        assert width % self.n_heads == 0
+        assert batch > 0
+        return super().forward(h)
+
+
+def test_tokens_come_first_where_no_line_says_that_samples_do() -> None:
+    assert verify(LengthFirst).verdict == "equal", str(verify(LengthFirst))
+    assert verify(SaysBatchFirst).mistakes == ("attention_over_batch",)
+
+
+class TakesItsWidth(nn.Module):
+    def forward(self, keys: Tensor, queries: Tensor, values: Tensor, head_dim) -> Tensor:  # type: ignore[no-untyped-def]
+        scores = queries @ keys.mT / torch.tensor(head_dim).double().sqrt()
+        return scores.softmax(-1) @ values
+
+
+class TakesItsWidthAsKeys(TakesItsWidth):
+    def forward(self, keys: Tensor, queries: Tensor, values: Tensor, head_dim) -> Tensor:  # type: ignore[no-untyped-def]
+        return super().forward(queries, keys, values, head_dim)
+
+
+def test_a_size_that_a_call_is_given_is_no_mask() -> None:
+    assert verify(TakesItsWidth), str(verify(TakesItsWidth))
+    assert "query_key_swapped" in verify(TakesItsWidthAsKeys).mistakes

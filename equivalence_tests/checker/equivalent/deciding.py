@@ -173,9 +173,9 @@ def _is_map(x: Tensor, weights: Tensor) -> bool:
 
 
 def _tables(program: Program, values: Values) -> Iterator[Tensor]:
-    """All that it computes for each query and key, with one head alone where several share it, and averaged."""
+    """All that it computes for each query and key: of each head, and averaged."""
     scores, weights = program.scores(values), program.weights(values)
-    yield from (scores, weights, weights.mean(1), weights.sum(1), *weights.unbind(1), program.products(values))
+    yield from (scores, weights, weights.mean(1), weights.sum(1), program.products(values))
 
 
 def _heads(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]:

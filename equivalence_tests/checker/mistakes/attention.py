@@ -111,7 +111,11 @@ LAYOUTS = (
         "Attention runs over the batch: each sample looks at the other samples, and no token sees another.",
         ("scores among samples", "scores among tokens"),
         "The class expects the sequence first: transpose the input, or pass batch_first=True.",
-        (SPLIT_LINE, "x.transpose(0, 1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)"),
+        (
+            f"return {SPLIT_LINE}",
+            "batch, length, _ = x.shape\n"
+            "        return x.transpose(0, 1).reshape(length, batch, self.num_heads, -1).transpose(1, 2)",
+        ),
         (MERGE_LINE, "context.transpose(1, 2).flatten(2).transpose(0, 1)"),
     ),
     _product(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked
+from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.proposing import exact_lengths, parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import TRIED

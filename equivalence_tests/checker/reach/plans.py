@@ -6,7 +6,6 @@ output then has the length of the query, and perturbing one sample shows which a
 
 import inspect
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, MAX_LEN, RESOLUTION, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import (
+    ADDED_POSITIONS,
+    MAX_LEN,
+    OF_A_NUMBER,
+    Sizes,
+    role_of_parameter,
+)
 from equivalence_tests.checker.reach.calling import (
     HEADS,
     LAYOUTS,
@@ -35,8 +40,11 @@ from equivalence_tests.checker.reach.calling import (
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import (
     JOINED,
+    LONGEST,
+    SHORT,
     compared_by,
     empty_state,
+    exact_lengths,
     handed_on_as,
     held_by_arguments,
     parameters_of,
@@ -61,7 +69,6 @@ SWITCH = re.compile(
 ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
 OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|came back|split")
 NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
-SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
@@ -302,7 +309,7 @@ def _role(parameter: inspect.Parameter) -> str:
         return "=2"
     if WINDOW.search(name):
         return "=no window"
-    number = parameter.annotation in (int, float) or NUMBER.search(name)
+    number = parameter.annotation in (int, float) or NUMBER.search(name) or (not role and OF_A_NUMBER.search(name))
     return f"={parameter.name}" if number and role != "angles" else role
 
 
@@ -431,18 +438,3 @@ def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
     """Order what might be the output: weights come last, then what has another width than the input."""
     sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
     return sums_to_one, x.size(-1) != inputs.query.size(-1)
-
-
-def exact_lengths(module: nn.Module) -> list[int]:
-    """List the lengths that tables of positions may insist on.
-
-    Args:
-        module: Holds learned tables of shape (1, len, features), indices into one whose last axis is the length, or
-            the rows and columns of an image.
-    """
-    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
-    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
-    held = (pair for child in module.modules() for pair in vars(child).items())
-    named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
-    grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
-    return [n for n in dict.fromkeys([*learned, *grids, *indices]) if SHORT < n <= LONGEST]

@@ -5,6 +5,7 @@ import dis
 import functools
 import inspect
 import itertools
+import math
 import re
 import sys
 import typing
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import RESOLUTION, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -25,6 +26,7 @@ JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
 STATE = re.compile(r"(?<!hidden_)state|cache|past")
 MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
+SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 JOINED = ("...",)  # a list that is joined as a whole
 
 
@@ -306,3 +308,18 @@ def ranked(choices: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
 
     for total in range(1 + sum(len(options) - 1 for options in choices)):
         yield from of_sum(total, choices)
+
+
+def exact_lengths(module: nn.Module) -> list[int]:
+    """List the lengths that tables of positions may insist on.
+
+    Args:
+        module: Holds learned tables of shape (1, len, features), indices into one whose last axis is the length, or
+            the rows and columns of an image.
+    """
+    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
+    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
+    held = (pair for child in module.modules() for pair in vars(child).items())
+    named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
+    grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
+    return [n for n in dict.fromkeys([*learned, *grids, *indices]) if SHORT < n <= LONGEST]

@@ -18,7 +18,8 @@ from equivalence_tests.checker.reach.configs import ImitatedConfig
 from equivalence_tests.checker.reach.construction import argument_lists, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
-from equivalence_tests.checker.reach.plans import exact_lengths, trials_of
+from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.proposing import exact_lengths
 from equivalence_tests.checker.verify import verify
 
 WIDTH = 27
