@@ -1930,7 +1930,7 @@ def test_what_is_sampled_is_no_dropout() -> None:
     assert verify(ThinsItsQueries).verdict == "deviates"
 
 
-class LengthFirst(nn.Module):
+class TokensFirst(nn.Module):
     """Tokens along the first axis, as Transformer-XL has them; no line names the axes."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
@@ -1944,7 +1944,7 @@ class LengthFirst(nn.Module):
         return self.o(torch.einsum("ijbn,jbnd->ibnd", weights, v).flatten(2))
 
 
-class SaysBatchFirst(LengthFirst):
+class SaysBatchFirst(TokensFirst):
     def forward(self, h: Tensor) -> Tensor:
         batch, _, width = h.shape
         assert width % self.n_heads == 0
@@ -1953,7 +1953,7 @@ class SaysBatchFirst(LengthFirst):
 
 
 def test_tokens_come_first_where_no_line_says_that_samples_do() -> None:
-    assert verify(LengthFirst).verdict == "equal", str(verify(LengthFirst))
+    assert verify(TokensFirst).verdict == "equal", str(verify(TokensFirst))
     assert verify(SaysBatchFirst).mistakes == ("attention_over_batch",)
 
 
