@@ -86,8 +86,9 @@ class Call:
 
     def _kind(self, x: Tensor) -> str:
         """A matrix that is handed to a plain function beside tokens is a weight of it."""
-        tokens = any(other.dim() >= 3 and is_data(other) for _, other in self.tensors)
-        return "param" if self.module is None and tokens and x.dim() == 2 and is_data(x) else "arg"
+        if self.module is not None or x.dim() != 2 or not is_data(x):
+            return "arg"
+        return "param" if any(other.dim() >= 3 and is_data(other) for _, other in self.tensors) else "arg"
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         if self.module is None:

@@ -36,7 +36,12 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     named = [(name, x) for name, x in module.named_parameters() if x.numel() and not name.startswith(hidden)]
     idle = [(name, x) for name, x in named if f"param:{name}" not in used]
     kept = _of_no_origin(run, live) if idle else []
-    return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
+    return [name for name, x in idle if not any(_is_made_of(own, x.detach().to(own.dtype)) for own in kept)]
+
+
+def _is_made_of(own: Tensor, x: Tensor) -> bool:
+    """Whether all numbers of a tensor are among those of another; most are not with their first."""
+    return bool((x == own.flatten()[0]).any()) and bool(torch.isin(own, x).all())
 
 
 def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:

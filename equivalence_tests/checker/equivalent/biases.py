@@ -325,7 +325,7 @@ def _gradients(
     reader: OperandReader, lengths: tuple[int, int], seen: Tensor
 ) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
     """Give for each score of the first sample its place, the parameter elements of no projection, and gradients."""
-    own, taken = reader.own_places, {one.part.number: one.part for one in reader.slices}
+    parameters, taken = reader.watched.parameters, {one.part.number: one.part for one in reader.slices}
     inputs = {number: _into_softmax(reader, part) for number, part in taken.items()}
     starts = dict(zip(inputs, itertools.accumulate(map(len, inputs.values()), initial=0), strict=False))
     elements = torch.cat([*inputs.values()])
@@ -335,10 +335,15 @@ def _gradients(
 
     laid = _laid_out(reader, lengths, numbered)
     first = torch.where(laid.isnan(), torch.inf, laid).amin(0)
-    for at in map(tuple, seen.nonzero().tolist()):
-        found, numbers = reader.watched.parameters.gradient(elements[int(first[at])])
-        kept = ~torch.isin(found, own)
-        yield at, found[kept], numbers[kept]
+    added = torch.ones_like(parameters.end_to_end(), dtype=torch.bool)
+    added[reader.own_places] = False
+    every, _ = parameters.gradient(elements @ torch.arange(1, len(elements) + 1).to(elements))
+    without = parameters.named.keys() - {*parameters.names_at(every[added[every]])}
+    for head, query in itertools.product(*map(range, seen.shape[:2])):
+        keys = seen[head, query].nonzero()[:, 0]
+        row = parameters.gradients(elements[first[head, query, keys].long()], without) if len(keys) else []
+        for key, (found, numbers) in zip(keys.tolist(), row, strict=True):
+            yield (head, query, key), found[added[found]], numbers[added[found]]
 
 
 def _into_softmax(reader: OperandReader, part: Part) -> Tensor:

@@ -211,4 +211,4 @@ def _cut(recorder: Recorder, operation: Operation) -> Tensor:
 
 def places_in(codes: Tensor) -> dict[int, int]:
     """Say where each name lies in memory order."""
-    return {int(x): place for place, x in enumerate(place_of(codes).reshape(-1).tolist())}
+    return dict(zip(place_of(codes).reshape(-1).tolist(), range(codes.numel()), strict=True))

@@ -27,6 +27,7 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 REPEATS = words("repeat expand tile repeat_interleave cat getitem expand_as")
 LAYS = words("view reshape unflatten split chunk")
+MOVED_ALONE = words("roll flip")
 SPLIT, MERGED = "heads_split_without_transpose", "heads_merged_without_transpose"
 STAGES = {SPLIT: "split", MERGED: "merge"}
 
@@ -166,13 +167,15 @@ def _gathering(before: Tensor, wanted: Tensor) -> Patch:
 def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     """One of queries, keys and values that is rolled or flipped where the others are not, or all at once for good."""
     found = {}
+    if not any(operation.name in MOVED_ALONE for operation in attention.run.operations):
+        return None
     for role, (codes, until) in part.sides.items():
         made = attention.run.names.made_of(sources_in(codes))
         sources = [source for source in made if source.kind != "given"]  # what they are padded with
         if not sources:
             return None
         moved = shuffling(attention.run, [source.number for source in sources], -1, until.index, codes)
-        found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
+        found[role] = moved if moved is not None and moved.name in MOVED_ALONE else None
     alone = [role for role, moved in found.items() if moved is not None]
     moved = found[alone[0]] if alone else None
     if moved is None:
