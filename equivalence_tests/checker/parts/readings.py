@@ -82,24 +82,32 @@ class Judged:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Readings, the fewest mistakes first, each with its difference on the first observation."""
+    """Readings, the fewest mistakes first; of those that were asked for, the differences on the first observation."""
 
-    readings: list[tuple[float, PartReading]]
+    readings: list[PartReading]
     observations: Sequence[Observation]
+    errors: dict[int, float] = field(default_factory=dict)
+
+    def first(self, place: int) -> float:
+        """The difference of one reading on the first observation."""
+        if place not in self.errors:
+            self.errors[place] = _error(self.readings[place], *self.observations[0])
+        return self.errors[place]
 
     def worst(self, reading: PartReading) -> float:
         """The greatest difference of one reading over all observations."""
         return max(_error(reading, x, output) for x, output in self.observations)
 
-    def matching(self, bound: float) -> list[PartReading]:
-        """The readings that give every output to within a bound."""
-        return [reading for error, reading in self.readings if error <= bound and self.worst(reading) <= bound]
+    def matching(self, bound: float) -> PartReading | None:
+        """The first reading that gives every output to within a bound."""
+        near = (reading for place, reading in enumerate(self.readings) if self.first(place) <= bound)
+        return next((reading for reading in near if self.worst(reading) <= bound), None)
 
     def least(self, mistakes: set[str]) -> float | None:
         """The least difference of the readings with exactly these mistakes; None if there are none."""
-        alike = [(error, reading) for error, reading in self.readings if set(reading.mistakes) == mistakes]
-        near = sorted(alike, key=lambda item: item[0])[:MEASURED]
-        return min((self.worst(reading) for _, reading in near), default=None)
+        alike = [place for place, reading in enumerate(self.readings) if set(reading.mistakes) == mistakes]
+        near = sorted(alike, key=self.first)[:MEASURED]
+        return min((self.worst(self.readings[place]) for place in near), default=None)
 
 
 def judge(
@@ -112,7 +120,7 @@ def judge(
 ) -> Judged:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
-    Every reading meets the first observation, and only those that reproduce it meet the others.
+    One reading after the other meets the first observation, and only those that reproduce it meet the others.
 
     Args:
         report: Receives what is found.
@@ -126,10 +134,10 @@ def judge(
         The report, and the reading.
     """
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
-    tried = _Tried([(_error(reading, *observations[0]), reading) for reading in ranked], observations)
+    tried = _Tried(ranked, observations)
     for bound in (EXACT, FLOAT32_INSIDE):
         if matching := tried.matching(bound):
-            return Judged(_matched(report, tried, matching[0], calls, where, owner), matching[0], bound)
+            return Judged(_matched(report, tried, matching, calls, where, owner), matching, bound)
     report.reason = f"No known form reproduces its output; {len(ranked)} readings were tried. This is not a verdict."
     return Judged(report)
 
