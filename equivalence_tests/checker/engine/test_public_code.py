@@ -1971,3 +1971,21 @@ class TakesItsWidthAsKeys(TakesItsWidth):
 def test_a_size_that_a_call_is_given_is_no_mask() -> None:
     assert verify(TakesItsWidth), str(verify(TakesItsWidth))
     assert "query_key_swapped" in verify(TakesItsWidthAsKeys).mistakes
+
+
+class TakesWhatItIgnores(nn.Module):
+    """A third tensor that no line reads is no value."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, hidden_states: Tensor, residual: Tensor, prob: Tensor) -> Tensor:
+        pairs = (self.q, residual), (self.k, hidden_states), (self.v, hidden_states)
+        q, k, v = (part(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part, x in pairs)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_what_an_argument_is_only_taken_for_is_no_fault_of_the_code() -> None:
+    assert verify(TakesWhatItIgnores).mistakes == ()
