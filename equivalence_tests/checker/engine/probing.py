@@ -143,7 +143,7 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths, trial = situation.trial.sizes, situation.trial
     own = situation.plan.self_attention or situation.hides_by_itself  # a causal mask of its own has one length
-    if own or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
+    if own or not situation.plan.named or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
     parts = situation.judgement.attention.parts if situation.judgement is not None else []
     if any(ranks_of(part)[3] != lengths.key_len for part in parts):  # keys of another tensor are joined to these

@@ -192,6 +192,7 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     held = held_by_arguments(function)
     roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
     roles |= _of_several(held, roles)
+    roles |= {name: "=None" for name in required & unread_arguments(function) if not roles[name]}
     roles |= {name: "=state" for name in required if empty_state(function, name) is not None}
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     unsaid = [name for name in required if not roles[name]]
