@@ -206,10 +206,14 @@ class Base:
 
 class Attention(Base):
     def __init__(self, scaled=True):
-        self.scaled = scaled
+        self.scaled, self.training, self.rng = scaled, True, np.random.default_rng()
+
+    def eval(self):
+        self.training = False
 
     def forward(self, query, key, value):
         scores = np.matmul(query, np.swapaxes(key, -1, -2)) / np.sqrt(query.shape[-1])
+        scores = scores * self.rng.random(scores.shape) if self.training else scores
         e = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
         return np.matmul(e / np.sum(e, axis=-1, keepdims=True), value)
 

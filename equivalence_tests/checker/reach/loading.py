@@ -8,8 +8,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -112,7 +113,19 @@ def _called_by_its_forward(target: type) -> type:
     """Give a class of no framework whose instances are called as modules are; in torch's functions if it is numpy's."""
     own = {name: x for name in ("__init__", "forward") if inspect.isfunction(x := vars(target).get(name))}
     made = {name: _in_torch(x) if _is_of_numpy(x) else x for name, x in own.items()}
+    if callable(getattr(target, "eval", None)):
+        made["__init__"] = _in_evaluation(made.get("__init__", target.__init__))
     return type(target.__name__, (target,), {**made, "__call__": made["forward"], "__module__": target.__module__})
+
+
+def _in_evaluation(init: Callable[..., None]) -> Callable[..., None]:
+    """Let what a constructor makes be in evaluation, as a module is that is checked."""
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.eval()
+
+    return functools.wraps(init)(made)
 
 
 def _is_of_numpy(target: Any) -> bool:
@@ -147,8 +160,10 @@ def _in_the_place_of_numpy(torchs: Any, module: str) -> Iterator[None]:
     places = [(names, name) for names in (vars(sys.modules[x]) for x in modules) for name in names if names[name] is np]
     for names, name in places:
         names[name] = torchs
+    drawing = SimpleNamespace(**{name: getattr(torchs.random, name) for name in torchs.random.__all__})
     try:
-        yield
+        with mock.patch.dict(vars(torchs.random), default_rng=lambda seed=None: drawing):  # torch has none
+            yield
     finally:
         for names, name in places:
             names[name] = np
