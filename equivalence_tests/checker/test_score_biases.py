@@ -249,6 +249,42 @@ class OfOneBias(OfDistances):
         self.of_distances = self.of_keys
 
 
+class Skewed(Distant):
+    """Right beside a causal mask: Huang's skewing, which leaves later keys what the next query says."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.table = nn.Embedding(64, dim // heads)
+
+    def rows(self, length: int) -> Tensor:
+        return self.table(torch.arange(64 - length, 64))
+
+    def skewed(self, scores: Tensor, pad: tuple[int, int] = (1, 0)) -> Tensor:
+        queries, keys = scores.shape[-2:]
+        return F.pad(scores, pad).reshape(*scores.shape[:-2], keys + 1, queries)[..., 1:, :].reshape(scores.shape)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        scores = (q @ k.mT + self.skewed(q @ self.rows(x.size(1)).mT)) * self.scale(q)
+        scores = scores if mask is None else scores.masked_fill(mask[:, None], -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SkewedFromTheStart(Skewed):
+    def rows(self, length: int) -> Tensor:
+        return self.table(torch.arange(length))
+
+
+class SkewedWithoutMask(Skewed):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class SkewedToTheOtherSide(Skewed):
+    def skewed(self, scores: Tensor, pad: tuple[int, int] = (0, 1)) -> Tensor:
+        return super().skewed(scores, pad)
+
+
 @pytest.mark.parametrize("right", [Distant, Table, Fused, RightSide])
 def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
     report = verify(right)
@@ -307,6 +343,21 @@ def test_queries_may_meet_sinusoids_of_distances_with_a_bias_of_their_own() -> N
 @pytest.mark.parametrize("wrong", [OfOneBias, OfLoudDistances, OfPlaces])
 def test_sinusoids_of_distances_that_are_not_transformer_xls_are_not_called_right(wrong: Callable[..., Any]) -> None:
     assert verify(wrong(12, 2)).verdict != "equal"
+
+
+def test_skewed_products_are_of_distances_up_to_the_query() -> None:
+    report = verify(Skewed(8, 2))
+    assert report.verdict == "equal", str(report)
+    assert (
+        "scores of later keys get what the next query says to other distances: mask is there to hide them"
+        in " ".join(str(report).split())
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wrong", [SkewedFromTheStart, SkewedWithoutMask, SkewedToTheOtherSide])
+def test_skewed_products_that_are_of_no_distance_are_not_called_right(wrong: Callable[..., Any]) -> None:
+    assert verify(wrong(8, 2)).verdict != "equal"
 
 
 def test_rows_that_are_not_shifted_are_of_no_distance() -> None:

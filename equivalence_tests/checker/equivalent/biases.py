@@ -110,6 +110,7 @@ class Bias:
             for each distance; None for none.
         factor: What these elements are multiplied by.
         meets: Whether the queries meet them.
+        rows: Which query meets each vector, (q, k), where that of a later key is met by another one; None for its own.
         given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
         relative: What queries say to the distance of a key; None for nothing.
     """
@@ -120,6 +121,7 @@ class Bias:
     learnt: Tensor | None = None
     factor: float = 1.0
     meets: bool = False
+    rows: Tensor | None = None
     given: Tensor | None = None
     relative: Relative | None = None
 
@@ -142,7 +144,8 @@ class Bias:
             if self.learnt.shape[1:3] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
             met = query if self.meets else torch.ones_like(query[..., :1])
-            bias = bias + self.factor * torch.einsum("bhqd,hqkd->bhqk", met, values.parameters.taken(self.learnt))
+            met = met[:, :, :, None] if self.rows is None else met[:, :, self.rows]
+            bias = bias + self.factor * (met * values.parameters.taken(self.learnt)).sum(-1)
         if self.relative is not None:
             bias = bias + self.relative(values, key_len)
         return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
@@ -164,12 +167,22 @@ class Bias:
     @property
     def is_of_distance(self) -> bool:
         """Whether the queries meet one vector for each distance."""
-        if self.learnt is None or not self.meets:
-            return False
+        return self.meets and all(len(found) == 1 for found in self._of_each_distance.values())
+
+    @property
+    def _of_each_distance(self) -> dict[int, Tensor]:
+        """The first elements of the vectors that the queries meet themselves, by the distance: (found, h)."""
+        if self.learnt is None:
+            return {}
         rows = self.learnt[..., 0]
         gap = torch.arange(rows.size(1))[:, None] - torch.arange(rows.size(2))
-        alike = (row[(gap == one) & (row >= 0)].unique() for row in rows for one in gap.unique())
-        return all(len(found) < 2 for found in alike)
+        own = (rows >= 0).all(0) if self.rows is None else self.rows == torch.arange(rows.size(1))[:, None]
+        return {int(one): rows[:, (gap == one) & own].mT.unique(dim=0) for one in gap[own].unique()}
+
+    def is_continued_by(self, other: "Bias") -> bool:
+        """Whether a distance has the same vector at other lengths."""
+        mine, theirs = self._of_each_distance, other._of_each_distance
+        return not self.is_of_distance or all(torch.equal(mine[one], theirs[one]) for one in mine.keys() & theirs)
 
     @property
     def is_alibi(self) -> bool:
@@ -230,7 +243,8 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     if learnt is None and alike:
         raise UnreadError("what is added to the scores is no element of a table times one number")
     if learnt is not None:
-        return Bias(_visible(hidden, gap), None, None, *learnt, meets=not alike)
+        places, factor, rows = learnt
+        return Bias(_visible(hidden, gap), None, None, places, factor, not alike, rows)
     relative = _relative(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
     return Bias(given=every) if relative is None else Bias(_visible(hidden, gap), relative=relative)
 
@@ -292,20 +306,36 @@ def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     return slopes if close else None
 
 
-def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: Tensor) -> tuple[Tensor, float] | None:
-    """Find for each score which parameter elements meet a vector, (h, q, d), and their factor; None if none do."""
+def _learnt(
+    reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: Tensor
+) -> tuple[Tensor, float, Tensor | None] | None:
+    """Find for each score which parameter elements meet a vector, (h, q, d), their factor, and by which query.
+
+    Skewing leaves later keys the vectors that the next query meets, or none.
+
+    Returns:
+        None if no such elements make the scores; for the queries, None if each is its own.
+    """
     places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
+    rows = torch.arange(lengths[0])[:, None].repeat(1, lengths[1])
     for at, found, numbers in _gradients(reader, lengths, seen):
-        features = met[at[:2]]
-        both = (paired(found[None], numbers[None], features, sign, EXACT) for sign in (1.0, -1.0))
-        one = next((x for x in both if x is not None), None) if len(found) == len(features) else None
-        if one is None:
+        head, query, key = at
+        later = met.size(-1) > 1 and key > query
+        if later and not len(found):
+            continue
+        for row in range(query, min(query + 1 + later, met.size(1))):
+            both = (paired(found[None], numbers[None], met[head, row], sign, EXACT) for sign in (1.0, -1.0))
+            one = next((x for x in both if x is not None), None) if len(found) == met.size(-1) else None
+            if one is not None:
+                places[at], rows[query, key] = one.weight[0], row
+                factors.append(one.factor)
+                break
+        else:
             return None
-        places[at] = one.weight[0]
-        factors.append(one.factor)
     usual = (1.0, met.size(-1) ** -0.5, factors[0])
     factor = next(x for x in usual if abs(factors[0] / x - 1) < EXACT)
-    return (places, factor) if all(abs(x / factor - 1) < EXACT for x in factors) else None
+    own = torch.equal(rows, torch.arange(lengths[0])[:, None].expand_as(rows))
+    return (places, factor, None if own else rows) if all(abs(x / factor - 1) < EXACT for x in factors) else None
 
 
 def _relative(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> Relative | None:

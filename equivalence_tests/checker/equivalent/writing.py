@@ -394,6 +394,8 @@ class AttentionWriter:
         yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, vectors)"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
+        if self.program.bias.rows is not None:
+            raise UnreadError("vectors that other queries meet cannot be written down")
         name, width = self.parameters.name_at(int(places.max())), places.size(-1)
         index = (places - self.parameters.start[name]).clamp_min(0)
         first = index[..., :1] // width

@@ -272,6 +272,11 @@ def test_a_number_of_numpy_is_written_as_a_number() -> None:
     assert text(Scope("", {}, set()).written(np.float64(0.5), np.float64(0.5))) == "0.5"
 
 
+def test_the_first_of_the_last_rows_of_a_table_is_a_number_less_a_length() -> None:
+    scope = Scope("", {"x": (torch.zeros(1, 11), torch.zeros(1, 13))}, set())
+    assert text(scope.written(53, 51)) == "64 - x.size(1)"
+
+
 def test_complex_tables_stay_complex() -> None:
     module = nn.Linear(2, 2, dtype=torch.float32)
     module.register_buffer("turns", torch.ones(3, dtype=torch.complex64))

@@ -140,8 +140,9 @@ class Scope:
         more = ((f"{text} {one - a:+d}", abs(one - a)) for text, a, b in sizes if one - a == other - b)
         near = (text for text, _ in sorted(more, key=lambda found: found[1]))
         times = (f"{text} * {one // a}" for text, a, b in sizes if a and one % a == 0 and (one // a) * b == other)
+        rest = (f"{one + a} - {text}" for text, a, b in sizes if one + a == other + b)
         both = (f"{s} * {t}" for s, a, b in sizes for t, c, d in sizes if (a * c, b * d) == (one, other))
-        found = next(itertools.chain(exact, negated, times, both, near), "")
+        found = next(itertools.chain(exact, negated, times, both, near, rest), "")
         if not found:
             raise UnreadError(f"the number {one}, which is {other} at other sizes, is no size of what it takes")
         return Code(re.sub(r" ([+-])(\d+)$", r" \1 \2", found))

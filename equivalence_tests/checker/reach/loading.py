@@ -114,7 +114,7 @@ def _called_by_its_forward(target: type) -> type:
     own = {name: x for name in ("__init__", "forward") if inspect.isfunction(x := vars(target).get(name))}
     made = {name: _in_torch(x) if _is_of_numpy(x) else x for name, x in own.items()}
     if callable(getattr(target, "eval", None)):
-        made["__init__"] = _in_evaluation(made.get("__init__", target.__init__))
+        made["__init__"] = _in_evaluation(made.get("__init__") or inspect.getattr_static(target, "__init__"))
     return type(target.__name__, (target,), {**made, "__call__": made["forward"], "__module__": target.__module__})
 
 
