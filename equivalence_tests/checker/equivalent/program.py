@@ -1,6 +1,7 @@
 """The program: an attention of torch's parts, with the user's own weights."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
 
+BLOCK = re.compile(r"block|resid", re.IGNORECASE)
 ROUNDING = 1e-13  # of factors that are products of exact ones
 ROUNDED = 1e-6  # of those that were measured
 
@@ -212,7 +214,7 @@ class Program:
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
         sublayers = Sublayers(around, self.query.tokens, module)
-        fed = "a feed-forward follows it" * bool(sublayers.branches)
+        fed = "a feed-forward follows it" if sublayers.branches else _called_a_block(module)
         if unlike := sublayers.unlike():
             yield Step(unlike, "", "residual")
         for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
@@ -330,6 +332,12 @@ class Program:
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""
         return Step(words, said, "scores" if said else "again")
+
+
+def _called_a_block(module: nn.Module | None) -> str:
+    """Say that a class is called a block, which holds its residual connection; "" for none."""
+    name = type(module).__name__
+    return f"{name} is called a block, and blocks are added to what they are given" if BLOCK.search(name) else ""
 
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:

@@ -107,7 +107,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     ),
     (r"theta|(^|_)base$", lambda s: 10000.0),
     (
-        r"emb|(?<!num_)dim|model|hid|width|channel|feature|units?$|size|state|^d$|^e$|^c$|^k$|^in$|^out$|d_?in$|d_?out$|n_?in$|n_?out$|shape",
+        r"emb|(?<!num_)dim|model|hid|width|channel|(^|_)ch(an)?s?$|feature|units?$|size|state|^d$|^e$|^c$|^k$|^in$|^out$|d_?in$|d_?out$|n_?in$|n_?out$|shape",
         lambda s: s.embed_dim,
     ),
 )
