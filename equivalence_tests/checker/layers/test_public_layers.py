@@ -243,6 +243,44 @@ def test_a_class_of_numpy_is_found_out(change: tuple[str, str], tmp_path: Path) 
     assert verify(f"{tmp_path / 'mine.py'}:Attention").verdict == "deviates"
 
 
+WITH_WEIGHTS = """import numpy as np
+
+
+class MultiHeadAttention:
+    def __init__(self, d_model, num_heads):
+        self.heads = num_heads
+        self.W_q, self.W_k, self.W_v, self.W_o = (np.random.randn(d_model, d_model) for _ in range(4))
+        self.b_o = np.zeros(d_model)
+        self.future = np.triu(np.full((64, 64), -1e9), k=1)
+
+    def split(self, x):
+        return x.reshape(*x.shape[:2], self.heads, -1).transpose(0, 2, 1, 3)
+
+    def forward(self, x):
+        q, k, v = (self.split(x @ weight) for weight in (self.W_q, self.W_k, self.W_v))
+        scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
+        scores += self.future[: x.shape[1], : x.shape[1]]
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return (weights @ v).transpose(0, 2, 1, 3).reshape(x.shape) @ self.W_o + self.b_o
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (("", ""), "equal"),
+        (("self.W_q, self.W_k, self.W_v)", "self.W_q, self.W_k, self.W_k)"), "deviates"),
+        (("weights /= weights.sum", "scores /= weights.sum"), "deviates"),
+        (("(weights @ v).transpose(0, 2, 1, 3)", "(weights @ v)"), "deviates"),
+    ],
+)
+def test_a_class_of_numpy_holds_its_weights(change: tuple[str, str], verdict: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WITH_WEIGHTS.replace(*change))
+    report = verify(f"{tmp_path / 'mine.py'}:MultiHeadAttention")
+    assert report.verdict == verdict, str(report)
+
+
 class Rotary(nn.Module):
     """Rotates what it is given; the same one serves all layers, and is handed to them."""
 

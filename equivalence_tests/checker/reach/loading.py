@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -25,6 +25,7 @@ from equivalence_tests.checker.reporting.lines import TORCH, is_users, source_of
 
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
+INPLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 def load(target: Any, run_all: bool = False) -> Any:
@@ -110,22 +111,59 @@ def _has_only_a_forward(target: type) -> bool:
 
 
 def _called_by_its_forward(target: type) -> type:
-    """Give a class of no framework whose instances are called as modules are; in torch's functions if it is numpy's."""
-    own = {name: x for name in ("__init__", "forward") if inspect.isfunction(x := vars(target).get(name))}
-    made = {name: _in_torch(x) if _is_of_numpy(x) else x for name, x in own.items()}
-    if callable(getattr(target, "eval", None)):
-        made["__init__"] = _in_evaluation(made.get("__init__") or inspect.getattr_static(target, "__init__"))
-    return type(target.__name__, (target,), {**made, "__call__": made["forward"], "__module__": target.__module__})
+    """Make a module of a class of no framework; it runs in torch's functions if it is numpy's, and holds its arrays."""
+    theirs: Any = target
+    construct, forward = theirs.__init__, theirs.forward
+    of_numpy = _is_of_numpy(forward)
+
+    class Made(nn.Module, theirs):  # type: ignore[misc]
+        @functools.wraps(construct)  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            nn.Module.__init__(self)
+            watched = of_numpy and inspect.isfunction(construct)
+            (_in_torch(construct) if watched else construct)(self, *args, **kwargs)
+            _learn_arrays(self)
+            if callable(getattr(theirs, "eval", None)):
+                theirs.eval(self)  # a class of its own may have a dropout of its own
+
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+            return _array_of(found) if of_numpy and isinstance(found, nn.Parameter) else found
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in self.__dict__.get("_parameters", ()) and not isinstance(value, nn.Parameter):
+                del self._parameters[name]
+            super().__setattr__(name, value)
+
+    Made.forward = functools.wraps(forward)(_in_torch(forward) if of_numpy else forward)
+    Made.__name__, Made.__qualname__, Made.__module__ = target.__name__, target.__qualname__, target.__module__
+    return Made
 
 
-def _in_evaluation(init: Callable[..., None]) -> Callable[..., None]:
-    """Let what a constructor makes be in evaluation, as a module is that is checked."""
+def _learn_arrays(made: nn.Module) -> None:
+    """Let a module hold the arrays of real numbers that its instance keeps as parameters, but for its tables."""
+    for name, x in [*vars(made).items()]:
+        tensor = x if isinstance(x, Tensor) else getattr(x, "tensor", None)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() and not _is_table(tensor):
+            del made.__dict__[name]
+            made.register_parameter(name, nn.Parameter(tensor.detach().clone()))
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.eval()
 
-    return functools.wraps(init)(made)
+def _is_table(x: Tensor) -> bool:
+    """Whether numbers are computed, as masks and angles are: they begin with a row of 0 and 1, or fall from 1 on.
+
+    >>> _is_table(torch.ones(3, 3).tril()), _is_table(torch.tensor([1.0, 0.1])), _is_table(torch.zeros(3, 3))
+    (True, True, False)
+    """
+    first = x if x.dim() == 1 else x[0]
+    marked = bool(((first == 0) | (first == 1) | (first < -1e8)).all()) and x.dim() > 1
+    falls = x.dim() == 1 and len(x) > 1 and bool((x.diff() < 0).all())
+    return (marked or falls) and bool((x != x.flatten()[0]).any())
+
+
+def _array_of(x: Tensor) -> Any:
+    """Give a tensor as one of numpy's arrays in torch's words."""
+    return importlib.import_module("torch._numpy").asarray(x)
 
 
 def _is_of_numpy(target: Any) -> bool:
@@ -140,7 +178,8 @@ def _in_torch(target: Any) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, torchs.asarray, (args, kwargs))
-        with _in_the_place_of_numpy(torchs, target.__module__):
+        given = {id(x) for x in tree_leaves((args, kwargs))}
+        with _in_the_place_of_numpy(torchs, target.__module__), _keeping_gradients(torchs.ndarray, given):
             made = target(*args, **kwargs)
         return tree_map_only(torchs.ndarray, lambda x: x.tensor, made)
 
@@ -167,6 +206,28 @@ def _in_the_place_of_numpy(torchs: Any, module: str) -> Iterator[None]:
     finally:
         for names, name in places:
             names[name] = np
+
+
+@contextlib.contextmanager
+def _keeping_gradients(array: Any, given: Collection[int]) -> Iterator[None]:
+    """Let what writes into an array of its own give it new numbers, so that gradients go through the old ones.
+
+    Args:
+        array: The class of arrays.
+        given: The ids of arrays that are handed over: what is written into these is seen outside.
+    """
+
+    def operation(own: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def operate(x: Any, y: Any) -> Any:
+            if id(x) in given or x.tensor._is_view():
+                return own(x, y)
+            x.tensor = getattr(x, name.replace("__i", "__", 1))(y).tensor
+            return x
+
+        return operate
+
+    with mock.patch.multiple(array, **{name: operation(getattr(array, name), name) for name in INPLACE}):
+        yield
 
 
 def _applied(target: type[torch.autograd.Function]) -> Any:
