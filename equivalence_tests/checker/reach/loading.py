@@ -226,7 +226,8 @@ def _keeping_gradients(array: Any, given: Collection[int]) -> Iterator[None]:
 
         return operate
 
-    with mock.patch.multiple(array, **{name: operation(getattr(array, name), name) for name in INPLACE}):
+    operations: dict[str, Any] = {name: operation(getattr(array, name), name) for name in INPLACE}
+    with mock.patch.multiple(array, **operations):
         yield
 
 
