@@ -6,8 +6,10 @@ float64, and the error-ratio rule in lower precision.
 
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +135,11 @@ def valid_places(case: Case, output: Tensor) -> Tensor:
     return ~(hidden.T if turned else hidden).unsqueeze(-1).expand(output.shape)
 
 
+def covers(told: Sequence[bool], padding: Sequence[bool]) -> bool:
+    """Say whether all that is padding is told to be."""
+    return all(said or not hidden for hidden, said in zip_longest(padding, told))
+
+
 @pytest.mark.parametrize("component", MODULES)
 @given(data=st.data())
 def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.DataObject) -> None:
@@ -141,6 +148,10 @@ def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.Da
     padding = case.arguments.get("src_key_padding_mask")
     # torch.nn cannot come back from nested tensors where a whole batch is padding.
     assume(not isinstance(padding, Mask) or not all(padding.hidden))
+    # Its encoder gives 0 at padded places there, which a decoder sees that is not told of the padding.
+    memory = case.arguments.get("memory_key_padding_mask")
+    told = memory.hidden if isinstance(memory, Mask) else ()
+    assume(component != "Transformer" or not isinstance(padding, Mask) or covers(told, padding.hidden))
     # Where the mask is not causal, its fast path follows the mask, and its plain path the promise.
     assume(not any(x is True for name, x in case.arguments.items() if name.endswith("is_causal")))
     theirs = case.construct(nn).eval()
