@@ -287,8 +287,7 @@ def statement_at(file: str, line: int) -> Excerpt:
     Returns:
         The innermost statement, without the indentation.
     """
-    nodes = list(ast.walk(_tree_of(file)))
-    statements = [node for node in nodes if isinstance(node, ast.stmt) and _covers(node, line)]
+    statements = [node for node in _statements_of(file) if _covers(node, line)]
     innermost = max(statements, key=lambda node: node.lineno)
     owners = [node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     last = innermost.end_lineno or line
@@ -299,8 +298,9 @@ def statement_at(file: str, line: int) -> Excerpt:
 
 
 @functools.cache
-def _tree_of(file: str) -> ast.Module:
-    return ast.parse("".join(linecache.getlines(file)))
+def _statements_of(file: str) -> list[ast.stmt]:
+    nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    return [node for node in nodes if isinstance(node, ast.stmt)]
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
