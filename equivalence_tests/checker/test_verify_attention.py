@@ -332,6 +332,7 @@ RIGHT = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("right", RIGHT)
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)

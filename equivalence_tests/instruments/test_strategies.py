@@ -196,6 +196,7 @@ class EverythingWasDrawn(Exception):  # noqa: N818  no error
     """No more cases are needed."""
 
 
+@pytest.mark.sampled(3)
 @by_component
 def test_every_argument_is_drawn_with_every_value(component: str) -> None:
     missing = labels_wanted(component)

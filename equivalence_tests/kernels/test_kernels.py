@@ -219,6 +219,7 @@ def test_reproducers_are_short_and_need_torch_alone() -> None:
             compile(program, "reproducer", "exec")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", ["output", "dq", "dv"])
 @pytest.mark.parametrize(
     "name", ["sdpa, MATH", "flex, eager", "MultiheadAttention, need_weights=False", "einsum, rewritten"]

@@ -226,6 +226,7 @@ RIGHT = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", RIGHT)
 def test_what_is_right_is_equal(target: type[nn.Module]) -> None:
     report = diagnosed(target)
@@ -318,6 +319,7 @@ WRONG = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("target", "name", "line"), WRONG)
 def test_what_is_wrong_is_found(target: type[nn.Module], name: str, line: str) -> None:
     report = diagnosed(target)

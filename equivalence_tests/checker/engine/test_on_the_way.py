@@ -820,6 +820,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
     assert judged(target).mistakes == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("target", "name", "line"),
     [
@@ -905,6 +906,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
     assert judged(target, mask).mistakes == names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "target",
     [

@@ -129,6 +129,7 @@ class MoreKeys(TwoMasks):
         return super().forward(x, x, None, keep)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("right", [Padded, ZeroesPaddedOutputs, Mul, TwoMasks, HidesPaddedRowsToo, ZeroesPaddedRows])
 def test_what_comes_out_for_padding_is_nobodys(right: type[nn.Module]) -> None:
     report = verify(right)

@@ -60,7 +60,7 @@ def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:
     assert "a feed-forward follows it" in said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("old", "new"), WRONG)
 def test_other_residuals_and_other_tokens_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
     assert old in TEXT

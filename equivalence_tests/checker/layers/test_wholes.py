@@ -534,6 +534,7 @@ def test_a_conformer_is_followed() -> None:
     assert "convolution mixes neighbouring tokens: the sub-module convolution, a Neighbours" in said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended])
 def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module]) -> None:
     assert verify(wrong).verdict == "unchecked", str(verify(wrong))

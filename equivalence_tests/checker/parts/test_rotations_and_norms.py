@@ -215,6 +215,7 @@ class ScaledByTheWidth(Normalising):
 ROTATED, NORMED = "rotary_positions", "queries_and_keys_normalised"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("right", "names", "words"),
     [
