@@ -167,6 +167,7 @@ class Program:
         yield from self._twice(parameters)
         yield from self._of_others(parameters, module)
         yield from self._in_part(parameters)
+        yield from self._side_by_side()
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
@@ -268,6 +269,15 @@ class Program:
         if module is None or not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
             return ""
         return tokens.path
+
+    def _side_by_side(self) -> Iterator[Step]:
+        """Features of one argument that holds queries, keys and values, taken for others than in this order."""
+        bare = [one for _, one in self.roles if one.bias is None and isinstance(one.tokens, Given)]
+        first = [one.weight[:, 0] for one in bare]
+        if len(bare) < len(self.roles) or len({one.tokens for one in bare}) > 1 or torch.equal(first[0], first[2]):
+            return
+        if not all(bool((x < y).all()) for x, y in itertools.pairwise(first)):
+            yield Step("the features of the argument are no queries, keys and values in this order", "", "project")
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""

@@ -771,3 +771,45 @@ def test_a_dropout_is_handed_over_and_weights_that_come_back_have_queries_before
     assert verify(TakesADropout).verdict == "equal", str(verify(TakesADropout))
     assert verify(MixesWithADropout).verdict in ("deviates", "unchecked")
     assert verify(ShowsOtherWeights).verdict == "partial"
+
+
+class SideBySide(nn.Module):
+    """Takes queries, keys and values side by side, features before tokens, as guided diffusion does."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+
+    def cut(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.chunk(3, dim=1)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        batch, width, length = qkv.shape
+        assert width % (3 * self.n_heads) == 0
+        q, k, v = (x.reshape(batch * self.n_heads, -1, length) for x in self.cut(qkv))
+        weights = torch.einsum("bct,bcs->bts", q / q.size(1) ** 0.5, k).softmax(-1)
+        return torch.einsum("bts,bcs->bct", weights, v).reshape(batch, -1, length)
+
+
+class SideBySideInEachHead(SideBySide):
+    def cut(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.unflatten(1, (self.n_heads, 3, -1)).unbind(2)
+
+
+class AveragesKeys(SideBySide):
+    def cut(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, _ = super().cut(qkv)
+        return q, k, k
+
+
+class KeysFirst(SideBySide):
+    def cut(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        k, q, v = super().cut(qkv)
+        return q, k, v
+
+
+def test_an_argument_may_hold_queries_keys_and_values_in_this_order() -> None:
+    for right in (SideBySide, SideBySideInEachHead):
+        assert verify(right).verdict == "equal", str(verify(right))
+    for wrong in (AveragesKeys, KeysFirst):
+        assert "in this order" in verify(wrong).reason

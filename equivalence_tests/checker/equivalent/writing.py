@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import ROLES
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.expressions import Called, Given, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
@@ -265,8 +265,9 @@ class AttentionWriter:
         if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
             tokens = Text(f"{bracketed(tokens)}.expand(len({self.signature.arguments[0][1]}), -1, -1)", self.writer)
         if bias is None:
-            packed = sum(other.tokens == one.tokens for _, other in self.program.roles) > 1
-            yield f"{role} = {self._features(bracketed(tokens), weight, packed and isinstance(one.tokens, Called))}"
+            beside = [other.weight for _, other in self.program.roles if other.tokens == one.tokens]
+            packed = not all(torch.equal(one.weight, other) for other in beside)
+            yield f"{role} = {self._features(bracketed(tokens), weight, packed)}"
         else:
             self.writer.linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
             yield f"{role} = self.{role}_proj({tokens}).unflatten(-1, ({own}, -1)).transpose(1, 2)"

@@ -147,7 +147,7 @@ ROLE_NAMES = (
     (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
     (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),
     (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
-    (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
+    (r"^x$|^qkv$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
 )
 # What is added to tokens where they are compared, as DETR does it: one vector for each.
 ADDED_POSITIONS = re.compile(

@@ -71,6 +71,7 @@ OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|
 NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
 MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
+PACKED = "qkv"  # holds queries, keys and values side by side
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 TARGET = re.compile(r"^q_|quer|tgt|target")
@@ -118,7 +119,8 @@ def trials_of(
                 continue  # without samples there is no vector of each
             if len(errors) > MOST_FAILED:
                 return
-            trial = Trial(function, replace(plan, layout=layout, key_heads=heads), lengths, dtype)
+            wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
+            trial = Trial(function, replace(plan, layout=layout, key_heads=heads), wide, dtype)
             for working in _working(trial, errors):
                 found = True
                 yield working
