@@ -494,7 +494,8 @@ class ConformerLayer(nn.Module):
         super().__init__()
         self.before, self.after = (self.feed_forward(d_model) for _ in range(2))
         self.attention, self.norm = nn.MultiheadAttention(d_model, num_heads, batch_first=True), nn.LayerNorm(d_model)
-        self.convolution, self.last = Neighbours(d_model), nn.LayerNorm(d_model)
+        self.convolution: nn.Module = Neighbours(d_model)
+        self.last = nn.LayerNorm(d_model)
 
     @staticmethod
     def feed_forward(d_model: int) -> nn.Sequential:
@@ -510,6 +511,31 @@ class ConformerLayer(nn.Module):
 
     def mixed(self, x: Tensor, _: Tensor) -> Tensor:
         return x + self.convolution(x)
+
+
+class AddsWhatItHolds(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inside(x)
+
+
+class ConformerOfResiduals(ConformerLayer):
+    """Its residual connection around the convolution is a module."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__(d_model, num_heads)
+        self.convolution = AddsWhatItHolds(self.convolution)
+
+    def mixed(self, x: Tensor, _: Tensor) -> Tensor:
+        return self.convolution(x)
+
+
+class ResidualTwice(ConformerOfResiduals):
+    def mixed(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + super().mixed(x, y)
 
 
 class WholeStepAtTheEnd(ConformerLayer):
@@ -532,10 +558,13 @@ def test_a_conformer_is_followed() -> None:
     said = " ".join(str(report).split())
     assert "two feed-forwards are half a step each" in said
     assert "convolution mixes neighbouring tokens: the sub-module convolution, a Neighbours" in said
+    assert verify(ConformerOfResiduals).verdict == "equal", str(verify(ConformerOfResiduals))
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended])
+@pytest.mark.parametrize(
+    "wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended, ResidualTwice]
+)
 def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module]) -> None:
     assert verify(wrong).verdict == "unchecked", str(verify(wrong))
 

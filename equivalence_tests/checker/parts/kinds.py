@@ -170,10 +170,15 @@ def atoms_of(module: nn.Module) -> dict[str, str]:
 def _convolves(module: nn.Module) -> bool:
     """Whether it is the convolution module of a Conformer: neighbours meet, feature by feature, and nothing attends.
 
+    What holds nothing but one, as a residual connection does, is none.
+
     >>> depthwise = nn.Conv1d(4, 4, 3, groups=4)
     >>> _convolves(nn.Sequential(nn.Conv1d(4, 4, 1), depthwise)), _convolves(nn.Sequential(nn.Conv1d(4, 4, 1)))
     (True, False)
     """
+    held = [*module.children()]
+    if len(held) == 1 and not is_torchs(held[0]) and not isinstance(held[0], nn.Sequential) and _convolves(held[0]):
+        return False
     inside = [*module.named_modules()][1:]
     apart = (isinstance(x, nn.Conv1d | nn.Conv2d) and x.groups == x.in_channels > 1 for _, x in inside)
     return any(apart) and not any(kind_of(path, x) in ("attention", "layers") for path, x in inside)
