@@ -119,7 +119,8 @@ class Tracer:
         if name in ("mul", "div") and len(inputs) == 1:
             number = next(x for x in args if isinstance(x, int | float))
             factor = float(number) if name == "mul" else 1.0 / number
-            return Made("scaled", (self.read(inputs[0], operation.index),), (factor,))
+            scaled = self.read(inputs[0], operation.index)
+            return scaled if factor == 1 else Made("scaled", (scaled,), (factor,))
         if name in OF_LEARNT and len(inputs) == 1 and (made := self._of_learnt(operation, inputs[0])) is not None:
             return made
         if name in ACTIVATIONS and len(inputs) == 1:
