@@ -4,7 +4,8 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from equivalence_tests.wild.__main__ import with_reasons
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wild.models import WildModel
-from equivalence_tests.wrong import fixed, fixed_layers, wild
+from equivalence_tests.wrong import fixed, fixed_layers, strangers, wild
 from equivalence_tests.wrong.drawing import UNCHANGED, drawn, unchanged
 from equivalence_tests.wrong.editing import Version
 from equivalence_tests.wrong.judging import accused, called_equal, excused, judged
@@ -65,8 +66,17 @@ class Run:
         """Judge versions of the attentions of published models."""
         seed, known = self.facts["seed"], self.whole.keys()
         work = with_reasons(lambda model: judged_in(model, operators, seed, each, known))
-        rows = (row for _, rows, _ in in_children(found, work, limits=WILD, jobs=self.jobs) for row in rows)
-        self._watch((row for row in rows if "operator" in row), f"those of {len(found)} models")
+        self._over(found, work, f"{len(found)} models")
+
+    def over_folder(self, folder: Path, operators: Sequence[Operator], each: int) -> None:
+        """Judge versions of what the files of a folder define, where it is equal."""
+        found, seed = strangers.candidates_in(folder), self.facts["seed"]
+        work = partial(strangers.judged_in, operators=operators, seed=seed, each=each)
+        self._over(found, work, f"{len(found)} classes and functions")
+
+    def _over(self, tasks: Sequence[Any], work: Callable[[Any], Iterator[Row]], of: str) -> None:
+        done = in_children(tasks, work, limits=WILD, jobs=self.jobs)
+        self._watch((row for _, rows, _ in done for row in rows if "operator" in row), f"those of {of}")
 
     def _of_versions(self, versions: Iterator[Version], most: int) -> Iterator[Row]:
         while self.differ < most:
@@ -153,7 +163,10 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
     models: Annotated[int, typer.Option(min=0, help="How many published models, where they are installed.")] = 0,
-    each: Annotated[int, typer.Option(min=1, help="How many versions of each of their attentions.")] = 4,
+    each: Annotated[int, typer.Option(min=1, help="How many versions of each attention of a model, or a folder.")] = 4,
+    folder: Annotated[
+        Path | None, typer.Option(exists=True, help="What its files define instead, where that is equal.")
+    ] = None,
     parts: Annotated[bool, typer.Option("--parts", help="Norms, feed-forwards, positions and masks instead.")] = False,
     unseen: Annotated[bool, typer.Option("--unseen", help="Only the operators that are kept for the end.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
@@ -170,13 +183,15 @@ def main(
     facts = {"torch": version("torch"), "seed": seed, "sample": sample, "models": models, "only": only}
     facts |= {"parts": True} if parts else {}
     run = Run({**facts, "unseen": unseen, "quick": quick}, output, jobs)
-    with tempfile.TemporaryDirectory() as folder:
-        if quick:
+    with tempfile.TemporaryDirectory() as written_to:
+        if folder is not None:
+            run.over_folder(folder, operators, each)
+        elif quick:
             versions = [*fixed.versions(), *fixed_layers.versions()]
             run.over(iter(versions), len(versions))
         else:
             found, kinds = chosen(only, operators, part_rights() if parts else rights())
-            run.over(drawn(found, kinds, seed, Path(folder)), sample)
+            run.over(drawn(found, kinds, seed, Path(written_to)), sample)
             if models and not run.broken_off:
                 listed = wild.models()
                 run.over_models(random.Random(seed).sample(listed, min(models, len(listed))), kinds, each)

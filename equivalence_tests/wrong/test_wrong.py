@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wrong import __main__ as command
-from equivalence_tests.wrong import fixed, fixed_layers, parts
+from equivalence_tests.wrong import fixed, fixed_layers, parts, strangers
 from equivalence_tests.wrong.asking import INTENDED
 from equivalence_tests.wrong.drawing import UNCHANGED, drawn
 from equivalence_tests.wrong.editing import Editable, Version
@@ -336,3 +336,14 @@ def test_what_a_constructor_computes_stays_as_it_is(tmp_path: Path) -> None:
     right = named("TurnsByATable")
     sites = sites_of(right, tmp_path)
     assert not any("register_buffer" in right.text.splitlines()[site.span[0] - 1] for site in sites)
+
+
+def test_what_a_folder_defines_is_edited_where_it_is_equal(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(SMALL.text)
+    (tmp_path / "wrong.py").write_text(SMALL.text.replace("softmax(dim=-1)", "softmax(dim=-2)"))
+    first, second = sorted(strangers.candidates_in(tmp_path), key=lambda one: one.path)
+    whole, *edited = strangers.judged_in(first, OPERATORS, seed=1, each=1)
+    assert (whole["operator"], whole["truth"], whole["verdict"]) == (UNCHANGED, "same", "equal")
+    assert [called_equal(row) for row in edited if row.get("truth") == "differs"] == [False]
+    (dropped,) = strangers.judged_in(second, OPERATORS, seed=1, each=1)
+    assert dropped["dropped"].startswith("deviates: ")
