@@ -27,6 +27,7 @@ from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
+from equivalence_tests.checker.reach.proposing import taken_apart
 
 BLOCK = re.compile(r"block|resid", re.IGNORECASE)
 ROUNDING = 1e-13  # of factors that are products of exact ones
@@ -168,6 +169,7 @@ class Program:
         yield from self._of_others(parameters, module)
         yield from self._in_part(parameters)
         yield from self._side_by_side()
+        yield from self._called_otherwise(parameters, module)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
@@ -278,6 +280,15 @@ class Program:
             return
         if not all(bool((x < y).all()) for x, y in itertools.pairwise(first)):
             yield Step("the features of the argument are no queries, keys and values in this order", "", "project")
+
+    def _called_otherwise(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+        """Rows of one matrix that the code calls queries, keys and values in another order than it uses them."""
+        owners = {name for _, one in self.roles if one.bias is not None for name in parameters.names_at(one.weight)}
+        said = taken_apart(type(module))
+        used = tuple(sorted(dict(self.roles), key=lambda role: int(dict(self.roles)[role].weight.min())))
+        if len(owners) == 1 and self.query.bias is not None and said not in ((), used):
+            what = f"{owners.pop()} holds {', '.join(used)}, which the code calls {', '.join(said)}"
+            yield Step(what, "", "project")
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""

@@ -813,3 +813,34 @@ def test_an_argument_may_hold_queries_keys_and_values_in_this_order() -> None:
         assert verify(right).verdict == "equal", str(verify(right))
     for wrong in (AveragesKeys, KeysFirst):
         assert "in this order" in verify(wrong).reason
+
+
+class PacksItsProjections(nn.Module):
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.packed, self.o = n_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.packed(x).chunk(3, -1)
+        return q, k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (one.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for one in self.operands(x))
+        return self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class PacksKeysFirst(PacksItsProjections):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, q, v = self.packed(x).chunk(3, -1)
+        return q, k, v
+
+
+class AveragesWhatItCallsKeys(PacksItsProjections):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.packed(x).chunk(3, -1)
+        return q, v, k
+
+
+def test_what_is_called_keys_is_no_value() -> None:
+    assert [verify(one).verdict for one in (PacksItsProjections, PacksKeysFirst)] == ["equal", "equal"]
+    assert "holds query, value, key, which the code calls query, key, value" in verify(AveragesWhatItCallsKeys).reason

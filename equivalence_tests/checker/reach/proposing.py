@@ -111,6 +111,21 @@ def compared_by(target: Any) -> dict[str, list[object]]:
     return compared
 
 
+def taken_apart(target: Any) -> tuple[str, ...]:
+    """Say in which order a class takes queries, keys and values out of one tensor, by the names that it gives them.
+
+    Returns:
+        Their roles; none where it does not, or in several orders.
+    """
+    named = [
+        tuple(role_of_parameter(getattr(x, "id", "")) for x in node.targets[0].elts)
+        for node in nodes_of(target)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    ]
+    orders = {roles for roles in named if sorted(roles) == ["key", "query", "value"]}
+    return orders.pop() if len(orders) == 1 else ()
+
+
 def keys_for(target: Any, name: str) -> list[Any]:
     """List the keys of the tables in a class's file in which something of this name is looked up."""
     file = sys.modules.get(getattr(target, "__module__", ""))
