@@ -56,7 +56,8 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
     if all(x.dim() == 4 for x in tokens) and _convolves(call.module, tokens):
         call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
         return _examined(call), Layout(_features_last, _features_last, first_output)
-    apart = _examined(call)
+    named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
+    apart = found if named_alike and len(found.judgements) == 1 else _examined(call)
     if _holds_samples_first(apart.judgements[0], call):
         return apart, plain_layout(first_output)
     if any(x.dim() != 3 for x in tokens):
