@@ -1989,3 +1989,28 @@ class TakesWhatItIgnores(nn.Module):
 
 def test_what_an_argument_is_only_taken_for_is_no_fault_of_the_code() -> None:
     assert verify(TakesWhatItIgnores).mistakes == ()
+
+
+class GivesItsHeadsBack(nn.Module):
+    """Splits heads, and leaves it to its caller to merge them."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.d_k = heads, d_model // heads
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.heads, self.d_k).transpose(1, 2)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q, k, v = (self.split(x) for x in (queries, keys, values))
+        return (q @ k.mT / self.d_k**0.5).softmax(-1) @ v
+
+
+class SplitsWithoutATranspose(GivesItsHeadsBack):
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), self.heads, -1, self.d_k)
+
+
+def test_heads_may_come_back_as_they_were_split() -> None:
+    assert verify(GivesItsHeadsBack), str(verify(GivesItsHeadsBack))
+    assert not verify(SplitsWithoutATranspose)

@@ -294,7 +294,11 @@ def accuse(report: Report, situation: Situation) -> None:
 
 def _mixed(finding: Finding, situation: Situation) -> list[Finding]:
     """Blame the line of what nothing proves where samples meet in every way in which the code runs."""
-    if finding.stage not in OF_AXES or any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
+    plan = situation.plan
+    known = plan.named and "angles" not in dict(plan.roles).values()  # what is called positions may have any shape
+    if finding.stage not in OF_AXES or not known:
+        return []
+    if any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
         return []
     return [found_mistake("samples_mixed", stack=finding.stack, evidence=SAMPLES_MIXED)]
 

@@ -267,9 +267,11 @@ def columns_of(pixels: int) -> int:
 
 
 def from_layout(x: Tensor, layout: str) -> Tensor:
-    """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
+    """Turn the user's layout into (b, l, e); what has its heads merged is there already, or still has them split."""
     if "h" in layout and x.dim() != 4:
         return x
+    if layout == "b l e" and x.dim() == 4:
+        return x.transpose(1, 2).flatten(2)
     rows = layout.split().index("l")
     x = x.flatten(rows, rows + 1).unsqueeze(rows + 1) if layout in OF_PIXELS else x
     x = x[tuple(0 if name == "1" else slice(None) for name in layout.split())] if "1" in layout else x

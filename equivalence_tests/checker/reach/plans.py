@@ -434,7 +434,8 @@ def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
     columns = columns_of(length) if trial.plan.layout in OF_PIXELS else 1
     sizes = {"b": batch, "l": length // columns, "h": trial.sizes.num_heads, "1": columns}
     laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
-    return laid_out or ("h" in names and x.shape == inputs.query.shape)
+    split = trial.plan.layout == "b l e" and x.shape == (batch, sizes["h"], length, inputs.query.size(-1) // sizes["h"])
+    return laid_out or split or ("h" in names and x.shape == inputs.query.shape)
 
 
 def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
