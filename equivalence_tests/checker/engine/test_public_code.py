@@ -2014,3 +2014,30 @@ class SplitsWithoutATranspose(GivesItsHeadsBack):
 def test_heads_may_come_back_as_they_were_split() -> None:
     assert verify(GivesItsHeadsBack), str(verify(GivesItsHeadsBack))
     assert not verify(SplitsWithoutATranspose)
+
+
+class HasAMatrixForEachToken(nn.Module):
+    def __init__(self, dim: int, max_len: int = 16) -> None:
+        super().__init__()
+        self.queries, self.keys = (nn.ModuleList(nn.Linear(dim, dim) for _ in range(max_len)) for _ in range(2))
+        self.value = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = range(x.size(1))
+        q, k = (torch.stack([made[i](x[:, i]) for i in places], 1) for made in (self.queries, self.keys))
+        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ self.value(x)
+
+
+class LeavesTwoMatricesOut(HasAMatrixForEachToken):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, 1)
+        self.parts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.queries[0](x), self.keys[0](x)
+        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ self.value(x)
+
+
+def test_matrices_of_tokens_that_are_not_there_are_no_fault() -> None:
+    assert verify(HasAMatrixForEachToken).mistakes == ()
+    assert verify(LeavesTwoMatricesOut).verdict == "deviates"

@@ -2,7 +2,7 @@
 
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import feature_of, sources_in
 from equivalence_tests.checker.engine.contracts.changing import JOINS, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.products import contraction_of
@@ -29,6 +30,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
+IN_A_LIST = re.compile(r"(.*\.)\d+(\.|$)")
 OWN = {
     "query": re.compile(
         r"(^|[._])(w?_?q(uery|ueries)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
@@ -309,7 +311,7 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
     stems = {name.rpartition(".")[0] for name in explained}
     idle, seen = unused_parameters(attention.run, module), list[Operation | None]()
     waiting, parts = waiting_parameters(attention.run, module), idle_modules(attention.run, module)
-    for name in (name for name in idle if name not in waiting):
+    for name in (name for name in idle if name not in waiting and not _of_a_later_token(name, idle, attention, module)):
         stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, parts)
         unreached = worked is None and _of_idle_part(stem, idle, module)
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
@@ -320,6 +322,16 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
                 stems.add(stem)
             elif departure.operation is worked is not None:
                 seen.append(worked)
+
+
+def _of_a_later_token(name: str, idle: Collection[str], attention: Attention, module: nn.Module) -> bool:
+    """Whether each token has a weight of its own, in a list of which as many take part as there are tokens."""
+    found = IN_A_LIST.match(name)
+    if found is None:
+        return False
+    beside = (one for one, _ in module.named_parameters() if one.startswith(found[1]) and one not in idle)
+    taken = {one.removeprefix(found[1]).partition(".")[0] for one in beside}
+    return any(taken == {*map(str, range(count))} for count in ranks_of(attention.parts[0])[2:])
 
 
 def idle_departures(attention: Attention, function: Callable[..., Any]) -> Iterator[Departure]:
