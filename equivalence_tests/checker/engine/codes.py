@@ -131,7 +131,7 @@ def unified(codes: Tensor) -> Tensor:
             return codes
         first, second = max(pairs, key=lambda pair: _axes_shared(codes, *pair))
         others, own = (feature_of(mine[number]).unique() for number in (first, second))
-        place = torch.searchsorted(own, feature_of(codes)).clamp_max(len(own) - 1)
+        place = torch.searchsorted(own, feature_of(codes).contiguous()).clamp_max(len(own) - 1)
         tokens, its = (token_of(mine[number]) for number in (first, second))
         later = int(tokens.max()) + 1 if bool(torch.isin(its, tokens).any()) else 0  # each input counts from 0
         codes = torch.where(source_of(codes) == second, coded(first, token_of(codes) + later, others[place]), codes)
