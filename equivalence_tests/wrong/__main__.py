@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.wild.__main__ import with_reasons
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wild.models import WildModel
@@ -70,7 +71,10 @@ class Run:
 
     def over_folder(self, folder: Path, operators: Sequence[Operator], each: int) -> None:
         """Judge versions of what the files of a folder define, where it is equal."""
-        found, seed = strangers.candidates_in(folder), self.facts["seed"]
+        try:
+            found, seed = strangers.candidates_in(folder), self.facts["seed"]
+        except CannotCheckError as error:
+            raise typer.BadParameter(str(error)) from error
         work = partial(strangers.judged_in, operators=operators, seed=seed, each=each)
         self._over(found, work, f"{len(found)} classes and functions")
 

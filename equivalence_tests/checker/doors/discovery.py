@@ -212,10 +212,12 @@ def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
 def _class_kind(node: ast.ClassDef) -> str:
     """Tell what a class is; "" if it is nothing that can be checked."""
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    bases = set(_bases(node))
-    if not bases - NO_MODULES or not methods & {"forward", "__call__", "__init__"}:
+    bases, used = set(_bases(node)), _words(node)
+    if not bases - NO_MODULES:  # a class of NumPy, written by hand
+        by_hand = "forward" in methods and ATTENTION.search(node.name) and (used & WEIGHING or "exp" in used)
+        return "attention" if by_hand and not bases else ""
+    if not methods & {"forward", "__call__", "__init__"}:
         return ""
-    used = _words(node)
     if "forward" in methods and used & WEIGHING and not _is_stack(node.name):
         return "attention"
     if ATTENTION.search(node.name) and ("forward" in methods or any(map(ATTENTION.search, bases))):

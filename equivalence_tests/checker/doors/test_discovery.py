@@ -215,3 +215,10 @@ def test_a_model_holds_what_its_file_imports_from_another(tmp_path: Path) -> Non
     found, _ = candidates(str(tmp_path))
     assert {one.name: one.kind for one in found} == {"EncoderLayer": "layers", "Coder": "layers", "Net": "layers"}
     assert {one.asked_kind for one in found} == {None}  # a softmax of generate() makes no attention of a model
+
+
+def test_an_attention_by_hand_needs_no_base(tmp_path: Path) -> None:
+    body = "    def forward(self, q, k, v):\n        return np.exp(q @ k.T) @ v\n"
+    classes = f"class Attention:\n{body}\n\nclass Attends:\n{body}\n\nclass AttentionConfig:\n    heads = 2\n"
+    (tmp_path / "mine.py").write_text(f"import numpy as np\n\n\n{classes}")
+    assert [one.name for one in candidates(str(tmp_path))[0]] == ["Attention"]

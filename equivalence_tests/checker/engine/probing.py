@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import HIDING, MEASURED, constant_ratio
-from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.engine.situations import OF_TOKENS, Situation, situation_of
 from equivalence_tests.checker.engine.visibility import (
     OFF_BY_ONE,
     ahead_of,
@@ -143,7 +143,9 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths, trial = situation.trial.sizes, situation.trial
     own = situation.plan.self_attention or situation.hides_by_itself  # a causal mask of its own has one length
-    if own or not situation.plan.named or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
+    others = [role for _, role in situation.plan.roles if role not in OF_TOKENS and role[0] not in "=["]
+    guessed = bool(others) and not situation.plan.named
+    if own or guessed or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
     parts = situation.judgement.attention.parts if situation.judgement is not None else []
     if any(ranks_of(part)[3] != lengths.key_len for part in parts):  # keys of another tensor are joined to these
