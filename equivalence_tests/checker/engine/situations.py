@@ -219,7 +219,7 @@ def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting |
     attention = judgement.attention
     operands = judgement.first_operands
     sources = found.run.names.sources  # numbered in the order of the arguments
-    named = (role_of_parameter(name) == role or role not in THREE for name, role in situation.plan.roles)
+    named = (role_of_parameter(name) in (role, "input") or role not in THREE for name, role in situation.plan.roles)
     by_source = {number: role for number, role in enumerate(roles.values(), start=1) if number in sources}
     by_source = by_source if all(named) else {}  # what an argument is only taken for says nothing against the code
     departures = list(projection_departures(attention, operands, by_source, module)) if len(operands) == 3 else []

@@ -144,7 +144,7 @@ def _learn_arrays(made: nn.Module) -> None:
     """Let a module hold the arrays of real numbers that its instance keeps as parameters, but for its tables."""
     for name, x in [*vars(made).items()]:
         tensor = x if isinstance(x, Tensor) else getattr(x, "tensor", None)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() and not _is_table(tensor):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1 and not _is_table(tensor):
             del made.__dict__[name]
             made.register_parameter(name, nn.Parameter(tensor.detach().clone()))
 
