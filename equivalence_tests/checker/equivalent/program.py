@@ -273,13 +273,13 @@ class Program:
         return tokens.path
 
     def _side_by_side(self) -> Iterator[Step]:
-        """Features of one argument that holds queries, keys and values, taken for others than in this order."""
+        """One argument for queries, keys and values that does not hold them side by side in this order."""
         bare = [one for _, one in self.roles if one.bias is None and isinstance(one.tokens, Given)]
         first = [one.weight[:, 0] for one in bare]
         if len(bare) < len(self.roles) or len({one.tokens for one in bare}) > 1 or torch.equal(first[0], first[2]):
             return
         if not all(bool((x < y).all()) for x, y in itertools.pairwise(first)):
-            yield Step("the features of the argument are no queries, keys and values in this order", "", "project")
+            yield Step("the argument does not hold queries, keys and values side by side in this order", "", "project")
 
     def _called_otherwise(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """Rows of one matrix that the code calls queries, keys and values in another order than it uses them."""
