@@ -28,6 +28,7 @@ from equivalence_tests.checker.reach.arguments import (
     COUNTS_KEY_HEADS,
     DROPOUT,
     IMAGE_SIDE,
+    MAX_LEN,
     OF_A_NUMBER,
     PARTS,
     PATCH_SIDE,
@@ -334,7 +335,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     guesses += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]
     guesses += [ImitatedConfig(sizes)]
     if ambiguous := first_match(name, AMBIGUOUS, None):
-        guesses = ambiguous(sizes)
+        squared = re.search(rf"\b{name}\s*(\*\*\s*2|\*\s*(self\.)?{name})\b", source_of(target))
+        guesses = [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
     elif isinstance(value, str) and re.search("Callable|Module", str(asked)):  # an activation, by name or as it is
         guesses = [nn.ReLU(), value]
     elif known:

@@ -669,3 +669,17 @@ def test_pixels_with_their_features_last_are_tokens() -> None:
     trial = next(trials_of(OfRows(), Sizes(), torch.float64))
     assert (trial.plan.layout, trial.sizes.query_len) == ("b l 1 e", 64)
     assert trial.output(trial.inputs()).shape == trial.inputs().query.shape
+
+
+class OfSquareWindows(nn.Module):
+    """Keeps a number for each pair of tokens of a window, of which there are side to the fourth power."""
+
+    def __init__(self, dim: int, window_size: int) -> None:
+        super().__init__()
+        self.tokens = window_size * window_size
+        self.q, self.pairs = nn.Linear(dim, dim), nn.Parameter(torch.zeros(self.tokens, self.tokens))
+
+
+def test_the_side_of_a_window_is_short() -> None:
+    made, _ = next(iter(build(OfSquareWindows)))
+    assert made.tokens < MAX_LEN
