@@ -251,6 +251,7 @@ class MultiHeadAttention:
         self.heads = num_heads
         self.W_q, self.W_k, self.W_v, self.W_o = (np.random.randn(d_model, d_model) for _ in range(4))
         self.b_o = np.zeros(d_model)
+        self.parameters = [self.W_q, self.W_k, self.W_v, self.W_o, self.b_o]
         self.future = np.triu(np.full((64, 64), -1e9), k=1)
 
     def split(self, x):

@@ -25,6 +25,7 @@ from equivalence_tests.checker.reporting.lines import TORCH, is_users, source_of
 
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
+LISTED = ("parameters", "buffers", "modules", "children")
 INPLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
@@ -131,6 +132,8 @@ def _called_by_its_forward(target: type) -> type:
             return _array_of(found) if of_numpy and isinstance(found, nn.Parameter) else found
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name in LISTED:
+                return  # a method of modules; a forward needs no list of them
             if name in self.__dict__.get("_parameters", ()) and not isinstance(value, nn.Parameter):
                 del self._parameters[name]
             super().__setattr__(name, value)
