@@ -135,9 +135,9 @@ def valid_places(case: Case, output: Tensor) -> Tensor:
     return ~(hidden.T if turned else hidden).unsqueeze(-1).expand(output.shape)
 
 
-def covers(told: Sequence[bool], padding: Sequence[bool]) -> bool:
-    """Say whether all that is padding is told to be."""
-    return all(said or not hidden for hidden, said in zip_longest(padding, told))
+def covers(mask: Sequence[bool], padding: Sequence[bool]) -> bool:
+    """Whether every padded token is marked as padding."""
+    return all(marked or not padded for marked, padded in zip_longest(mask, padding))
 
 
 @pytest.mark.parametrize("component", MODULES)
@@ -148,10 +148,10 @@ def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.Da
     padding = case.arguments.get("src_key_padding_mask")
     # torch.nn cannot come back from nested tensors where a whole batch is padding.
     assume(not isinstance(padding, Mask) or not all(padding.hidden))
-    # Its encoder gives 0 at padded places there, which a decoder sees that is not told of the padding.
+    # There, its encoder gives 0 at padded tokens (the trap encoder_zeroes_padding), and an unmasked decoder sees them.
     memory = case.arguments.get("memory_key_padding_mask")
-    told = memory.hidden if isinstance(memory, Mask) else ()
-    assume(component != "Transformer" or not isinstance(padding, Mask) or covers(told, padding.hidden))
+    marked = memory.hidden if isinstance(memory, Mask) else ()
+    assume(component != "Transformer" or not isinstance(padding, Mask) or covers(marked, padding.hidden))
     # Where the mask is not causal, its fast path follows the mask, and its plain path the promise.
     assume(not any(x is True for name, x in case.arguments.items() if name.endswith("is_causal")))
     theirs = case.construct(nn).eval()

@@ -4,7 +4,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -67,7 +67,8 @@ class Run:
         """Judge versions of the attentions of published models."""
         seed, known = self.facts["seed"], self.whole.keys()
         work = with_reasons(lambda model: judged_in(model, operators, seed, each, known))
-        self._over(found, work, f"{len(found)} models")
+        done = in_children(found, work, limits=WILD, jobs=self.jobs)
+        self._watch((row for _, rows, _ in done for row in rows if "operator" in row), f"those of {len(found)} models")
 
     def over_folder(self, folder: Path, operators: Sequence[Operator], each: int) -> None:
         """Judge versions of what the files of a folder define, where it is equal."""
@@ -76,11 +77,9 @@ class Run:
         except CannotCheckError as error:
             raise typer.BadParameter(str(error)) from error
         work = partial(strangers.judged_in, operators=operators, seed=seed, each=each)
-        self._over(found, work, f"{len(found)} classes and functions")
-
-    def _over(self, tasks: Sequence[Any], work: Callable[[Any], Iterator[Row]], of: str) -> None:
-        done = in_children(tasks, work, limits=WILD, jobs=self.jobs)
-        self._watch((row for _, rows, _ in done for row in rows if "operator" in row), f"those of {of}")
+        done = in_children(found, work, limits=WILD, jobs=self.jobs)
+        rows = (row for one, made, why in done for row in made or [strangers.left_out(one, why)])
+        self._watch(rows, f"those of {len(found)} classes and functions")
 
     def _of_versions(self, versions: Iterator[Version], most: int) -> Iterator[Row]:
         while self.differ < most:
@@ -144,6 +143,9 @@ class Run:
                 steps = row.get("intended_anew") or row["names"]
                 named = ["nothing that has a name was added"] if excused(row) and not row["adds"] else []
                 say("\n".join([row["diff"], *steps, *named]), markup=False, highlight=False)
+        for row in self.rows:
+            if row["operator"] == UNCHANGED and "dropped" in row:
+                say(f"\nnot edited: {row['class']}: {row['dropped']}", markup=False, highlight=False)
         found = summary(self.rows)
         say(f"\n{found['differ']} versions differ: {found['called_equal']} of them are called EQUAL.")
         say(f"{found['do_not_differ']} do not differ: {found['accused']} of them DEVIATES.")
@@ -163,7 +165,7 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only the fixed versions of an attention, and of layers and models.")
     ] = False,
-    sample: Annotated[int, typer.Option(min=1, help="How many versions that differ.")] = 3000,
+    sample: Annotated[int, typer.Option(min=1, help="How many versions that differ; not of a folder.")] = 3000,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
     models: Annotated[int, typer.Option(min=0, help="How many published models, where they are installed.")] = 0,
@@ -181,11 +183,14 @@ def main(
     Whether a version is wrong is a number: its whole output, with weights copied, differs by more than 1e-6. The exit
     status is 1 if a version that differs is EQUAL without an intended step of its own, or one that does not DEVIATES.
     """
+    if folder is not None and (quick or parts or models or only != "/"):
+        raise typer.BadParameter("--folder goes without --quick, --parts, --models and --only")
     warnings.simplefilter("ignore")  # of the edited code
     torch.set_num_threads(1)
     operators = UNSEEN if unseen else OPERATORS
     facts = {"torch": version("torch"), "seed": seed, "sample": sample, "models": models, "only": only}
     facts |= {"parts": True} if parts else {}
+    facts |= {"folder": str(folder), "each": each} if folder is not None else {}
     run = Run({**facts, "unseen": unseen, "quick": quick}, output, jobs)
     with tempfile.TemporaryDirectory() as written_to:
         if folder is not None:

@@ -3,17 +3,22 @@
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wrong.asking import EQUAL, INTENDED, asked
+from equivalence_tests.wrong.drawing import drawn
 from equivalence_tests.wrong.editing import Version
+from equivalence_tests.wrong.operators import Operator
+from equivalence_tests.wrong.sources import Right
 from equivalence_tests.wrong.truth import Dropped, truth_of
 
-__all__ = ["NO_ANSWER", "accused", "called_equal", "excused", "judged", "judged_here", "row_of"]
+__all__ = ["NO_ANSWER", "accused", "called_equal", "edited_here", "excused", "judged", "judged_here", "row_of"]
 
 NO_ANSWER = "no answer"
+TRIES = 4  # for each version that differs
 LIMITS = Limits(cpu_seconds=60, wall_seconds=600.0)
 Row = dict[str, Any]
 
@@ -76,6 +81,25 @@ def judged_here(version: Version) -> Iterator[Row]:
             return
         yield {"truth": truth.kind, "difference": truth.difference}
         yield asdict(asked(path, *right.asked(path, right.built(module))))
+
+
+def edited_here(right: Right, operators: Sequence[Operator], seed: int, each: int) -> Iterator[Row]:
+    """Judge versions of a right attention in this process, until enough of them differ.
+
+    Args:
+        right: What is edited.
+        operators: The edits.
+        seed: Of the draw.
+        each: How many versions that differ, at most.
+    """
+    differ = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for version in islice(drawn([right], operators, seed, Path(folder)), TRIES * each):
+            if differ == each:
+                return
+            row = row_of(version, judged_here(version))
+            differ += row.get("truth") == "differs"
+            yield row
 
 
 def called_equal(row: Row) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "call_of",
     "complete",
     "imported",
+    "noisy",
     "sizes_of",
     "text_of",
 ]
@@ -31,6 +32,7 @@ __all__ = [
 IMPORTS = ("import torch", "from torch import nn", "from torch.nn import functional as F")
 
 BATCH, WIDTH, HEADS = 2, 12, 3
+LARGEST = 1e3  # what is larger is a mask
 LENGTHS = (6, 8)  # even, as code that pools two tokens wants them, and enough for one that picks five keys
 Draw = Callable[[torch.Generator, int], Any]
 _numbers = itertools.count()
@@ -178,6 +180,15 @@ class Right:
         """Draw the arguments of each call."""
         generator = torch.Generator().manual_seed(seed)
         return [{name: DRAWS[kind](generator, length) for name, kind in call.items()} for call in self.calls]
+
+
+def noisy(value: Any, generator: torch.Generator) -> Any:
+    """Add noise to the numbers of a tensor, unless they are a mask; give back anything else as it is."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() < 2:
+        return value
+    if not bool((value.abs() < LARGEST).all()) or len(value.unique()) < 0.5 * value.numel():
+        return value
+    return value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
 
 
 def call_of(text: str) -> dict[str, str]:

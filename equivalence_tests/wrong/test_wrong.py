@@ -347,3 +347,5 @@ def test_what_a_folder_defines_is_edited_where_it_is_equal(tmp_path: Path) -> No
     assert [called_equal(row) for row in edited if row.get("truth") == "differs"] == [False]
     (dropped,) = strangers.judged_in(second, OPERATORS, seed=1, each=1)
     assert dropped["dropped"].startswith("deviates: ")
+    result = CliRunner().invoke(app, ["--folder", str(tmp_path), "--quick"])
+    assert (result.exit_code, "--folder goes without --quick" in result.output) == (2, True)

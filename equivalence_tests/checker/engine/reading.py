@@ -39,7 +39,6 @@ WRAPS = {
     ("residual", True): "+ LayerNorm on the input (pre-norm), + residual",
 }
 LENGTH_FIRST = "(len, batch, features) unless batch_first"
-ROLES = ("query", "key", "value")
 
 
 def reading_of(situation: Situation, report: Report) -> Iterator[Row]:

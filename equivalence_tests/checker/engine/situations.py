@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.same import HIDING, MEASURED, near
 from equivalence_tests.checker.engine.taking_part import argument_name
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.arguments import ROLES, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
@@ -28,12 +28,11 @@ from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import source_of
 
-# Which of queries, keys and values are made of an argument, by its role.
-# How code calls the first axis of what it is given, where that is the samples'.
+# Where code says that the first axis of what it is given holds the samples.
 BATCH_FIRST = re.compile(
     r"\b(bs?|bsz|batch\w*)\s*(,[^=\n]*)?=\s*\w+\.(shape\b(?!\[[^0])|size\((0?|dim=0)\))", re.IGNORECASE
 )
-THREE = ("query", "key", "value")
+# Which of queries, keys and values are made of an argument, by its role.
 OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
 
 
@@ -219,7 +218,7 @@ def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting |
     attention = judgement.attention
     operands = judgement.first_operands
     sources = found.run.names.sources  # numbered in the order of the arguments
-    named = (role_of_parameter(name) in (role, "input") or role not in THREE for name, role in situation.plan.roles)
+    named = (role_of_parameter(name) in (role, "input") or role not in ROLES for name, role in situation.plan.roles)
     by_source = {number: role for number, role in enumerate(roles.values(), start=1) if number in sources}
     by_source = by_source if all(named) else {}  # what an argument is only taken for says nothing against the code
     departures = list(projection_departures(attention, operands, by_source, module)) if len(operands) == 3 else []

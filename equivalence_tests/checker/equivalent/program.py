@@ -27,6 +27,7 @@ from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
+from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.proposing import taken_apart
 
 BLOCK = re.compile(r"block|resid", re.IGNORECASE)
@@ -168,8 +169,7 @@ class Program:
         yield from self._twice(parameters)
         yield from self._of_others(parameters, module)
         yield from self._in_part(parameters)
-        yield from self._side_by_side()
-        yield from self._called_otherwise(parameters, module)
+        yield from self._in_another_order(parameters, module)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
@@ -272,23 +272,18 @@ class Program:
             return ""
         return tokens.path
 
-    def _side_by_side(self) -> Iterator[Step]:
-        """One argument for queries, keys and values that does not hold them side by side in this order."""
-        bare = [one for _, one in self.roles if one.bias is None and isinstance(one.tokens, Given)]
-        first = [one.weight[:, 0] for one in bare]
-        if len(bare) < len(self.roles) or len({one.tokens for one in bare}) > 1 or torch.equal(first[0], first[2]):
+    def _in_another_order(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+        """Queries, keys and values that lie in one matrix, or one argument, in another order than the code says."""
+        bare = [one.tokens for _, one in self.roles if one.bias is None]
+        owners = dict.fromkeys(name for _, one in self.roles for name in parameters.names_at(one.weight))
+        what = "the argument" if bare else next(iter(owners))
+        said = ROLES if bare else taken_apart(type(module))
+        first = {role: one.weight.flatten(1)[:, 0] for role, one in self.roles}
+        packed = len(bare) == 3 and isinstance(bare[0], Given) and len({*bare}) == 1 if bare else len(owners) == 1
+        if not packed or not said or torch.equal(first["query"], first["value"]):  # of one argument, all of it for each
             return
-        if not all(bool((x < y).all()) for x, y in itertools.pairwise(first)):
-            yield Step("the argument does not hold queries, keys and values side by side in this order", "", "project")
-
-    def _called_otherwise(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
-        """Rows of one matrix that the code calls queries, keys and values in another order than it uses them."""
-        owners = {name for _, one in self.roles if one.bias is not None for name in parameters.names_at(one.weight)}
-        said = taken_apart(type(module))
-        used = tuple(sorted(dict(self.roles), key=lambda role: int(dict(self.roles)[role].weight.min())))
-        if len(owners) == 1 and self.query.bias is not None and said not in ((), used):
-            what = f"{owners.pop()} holds {', '.join(used)}, which the code calls {', '.join(said)}"
-            yield Step(what, "", "project")
+        if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
+            yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""

@@ -25,6 +25,7 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
+from equivalence_tests.checker.reach.arguments import ROLES
 
 NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of shapes that no part of the reading expects
 NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
@@ -53,7 +54,7 @@ def read(found: Examination, layout: Layout) -> tuple[Program, float]:
 
 def _read(watched: Watched) -> tuple[Program, float]:
     reader = OperandReader(watched)
-    three = [reader.read(role) for role in ("query", "key", "value")]
+    three = [reader.read(role) for role in ROLES]
     if any(one.change.rotation is not None and one.change.rotation.single for one in three):
         watched.tolerance = SINGLE
     why = UnreadError("")

@@ -843,4 +843,5 @@ class AveragesWhatItCallsKeys(PacksItsProjections):
 
 def test_what_is_called_keys_is_no_value() -> None:
     assert [verify(one).verdict for one in (PacksItsProjections, PacksKeysFirst)] == ["equal", "equal"]
-    assert "holds query, value, key, which the code calls query, key, value" in verify(AveragesWhatItCallsKeys).reason
+    said = "packed.weight does not hold query, key, value in this order, as the code says"
+    assert said in verify(AveragesWhatItCallsKeys).reason

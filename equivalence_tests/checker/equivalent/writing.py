@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.contracts.departure import ROLES
 from equivalence_tests.checker.equivalent.blocks import index_of
 from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
@@ -18,6 +17,7 @@ from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer
+from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.masking import MaskForm
 
 SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between projections."

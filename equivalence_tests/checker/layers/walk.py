@@ -58,6 +58,7 @@ class Walk:
     heads: int = 1
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
     inlined: set[str] = field(default_factory=set)
+    intended: Mapping[str, str] = field(default_factory=dict)
 
     def adapter_of(self, part: nn.Module, intended: Mapping[str, str]) -> Adapter:
         """Say how wide a part is: the width of a model may be that of its input only."""
@@ -68,8 +69,6 @@ class Walk:
         """Say what a part is in a whole: one that adds its own residual is a layer."""
         own = self.contained.get(mark_of(self.module.get_submodule(path)), False)
         return "layer" if own or kind == "layers" else kind
-
-    intended: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
         """Add a row, and a finding for each mistake, with its lines and the facts of its words."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+ROLES = ("query", "key", "value")
 DROPOUT = 0.25
 MAX_LEN = 64
 VOCABULARY = 29

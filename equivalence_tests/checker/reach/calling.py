@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.reach.angles import AngleForm, base_of
-from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import ROLES, Sizes, value_for
 from equivalence_tests.checker.reach.construction import part_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reach.proposing import empty_state
@@ -47,7 +47,7 @@ class Inputs:
         query, key, value = (x.tensor_split(count, 1)[place] for x in (self.query, self.key, self.value))
         return Inputs(query, key, value, self.may_attend)
 
-    def scaled(self, factor: float, of: tuple[str, ...] = ("query", "key", "value")) -> "Inputs":
+    def scaled(self, factor: float, of: tuple[str, ...] = ROLES) -> "Inputs":
         """Multiply some tensors, keeping equal tensors equal."""
         scaled = {id(getattr(self, role)): factor * getattr(self, role) for role in of}
         query, key, value = (scaled.get(id(x), x) for x in (self.query, self.key, self.value))

@@ -20,6 +20,7 @@ from equivalence_tests.checker.reach.arguments import (
     ADDED_POSITIONS,
     MAX_LEN,
     OF_A_NUMBER,
+    ROLES,
     Sizes,
     role_of_parameter,
 )
@@ -55,7 +56,7 @@ from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import NO_OUTPUT, TRIED
 
 # What tensors are tried as where their names say nothing.
-THREE = tuple(itertools.permutations(("query", "key", "value")))
+THREE = tuple(itertools.permutations(ROLES))
 ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
     *(("input",), ("query", "memory"), ("memory", "query"), ("input", "mask")),
     *(*THREE, ("query", "memory", "mask"), *((*three, "mask") for three in THREE)),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import RESOLUTION, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -122,7 +122,7 @@ def taken_apart(target: Any) -> tuple[str, ...]:
         for node in nodes_of(target)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
     ]
-    orders = {roles for roles in named if sorted(roles) == ["key", "query", "value"]}
+    orders = {roles for roles in named if sorted(roles) == sorted(ROLES)}
     return orders.pop() if len(orders) == 1 else ()
 
 

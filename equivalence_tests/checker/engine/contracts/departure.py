@@ -8,10 +8,10 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.mistakes import MISTAKES, Mistake
+from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reporting.lines import Frames
 
 UNKNOWN = Mistake("", "", "", "", "", "")
-ROLES = ("query", "key", "value")
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from equivalence_tests.checker.engine.taking_part import (
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
+from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 IN_A_LIST = re.compile(r"(.*\.)\d+(\.|$)")
@@ -203,7 +204,7 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
     said = {role: [r for r, pattern in OWN.items() if pattern.search(weights[role])] for role in weights}
     if not all(len(found) == 1 for found in said.values()):
         return
-    letters = "".join(said[role][0][0] for role in ("query", "key", "value"))
+    letters = "".join(said[role][0][0] for role in ROLES)
     if letters != "qkv" and len(set(letters)) == 3:
         first = _first_in_another_role(operands, letters)
         line = _made_by(attention, first)
