@@ -23,7 +23,7 @@ from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
-from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
+from equivalence_tests.checker.reach.state import mode_around, preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import KINDS, Finding
@@ -124,7 +124,7 @@ def verify(
                 reports[0].template = template_of(found, target, reports[0], kind) if adapter is None else ""
         TRIED.begin(None)  # or it would hold the user's model and inputs
         for report in reports:
-            report.notes += without(wrapped)
+            report.notes += [*without(wrapped), *_without_mode(found)]
         return reports
 
     reports = [accepted(report, given) for report in _guarded(checked, name)]
@@ -134,6 +134,13 @@ def verify(
 def without(wrapped: Sequence[str]) -> list[str]:
     """Say that what was checked runs inside of something else."""
     return [f"run inside {name}, and checked without it" for name in wrapped]
+
+
+def _without_mode(found: Any) -> Iterator[str]:
+    """Say that a forward keeps no gradients, which are compared all the same."""
+    mode = mode_around(getattr(found if isinstance(found, type) else type(found), "forward", None))
+    if mode:
+        yield f"forward runs under torch.{mode}; it was checked without that, so that gradients are compared too"
 
 
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:

@@ -43,6 +43,7 @@ OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
 NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 # Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
+MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged
 
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
@@ -206,8 +207,9 @@ def never_asked(finding: Finding) -> bool:
 
 def _asked_for(findings: Sequence[Finding], evidence: str) -> tuple[list[Finding], str]:
     """Those that no option asks for, and the names of the others."""
-    asked = ", ".join(one.name for one in findings if not never_asked(one))
-    return [replace(one, evidence=evidence) for one in findings if never_asked(one)], asked
+    unasked = [one for one in findings if never_asked(one) and not (one.stage == "merge" and MIXING.search(evidence))]
+    asked = ", ".join(one.name for one in findings if one not in unasked)
+    return [replace(one, evidence=evidence) for one in unasked], asked
 
 
 def _option(what: str, covered: Covered, subject: Subject) -> None:

@@ -153,9 +153,10 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
     parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
     args, kwargs, _ = call.fresh(leaves={id(x): leaves[name] for name, x in call.tensors if name in leaves})
-    with torch.set_grad_enabled(gradients), keeping_state(call.module):
-        torch.default_generator.manual_seed(5)
-        theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
+    with torch.set_grad_enabled(gradients):
+        with keeping_state(call.module):
+            torch.default_generator.manual_seed(5)
+            theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
         given = {name: layout.inward(x.double()) for name, x in leaves.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.checks import attention_checks, judge_checks, run_check
 from equivalence_tests.checker.engine.codes import sources_in
@@ -139,6 +140,9 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
+    report.reason = additive(situation.found.run, bool(situation.found.judgements))
+    if report.reason:
+        return report
     departures = list(situation.departures)
     if not situation.blocked:
         departures += _beyond(situation, departures, report)

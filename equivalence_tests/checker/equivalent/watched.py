@@ -1,6 +1,6 @@
 """One attention of a call, run again with gradients: every element at hand, by its token and its feature."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Self
@@ -20,6 +20,7 @@ from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.tracing import tensors_in
 
 EXACT, SINGLE = 1e-9, 2e-5  # relative; the second where a part is computed in float32
+LOW = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Watched:
         self.recorder, self.returned = run.recorder, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
             raise UnreadError("it runs differently where gradients are required")
-        low = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
-        single = any(x.value.dtype in low for op in self.operations for x in op.outputs)
-        self.tolerance = SINGLE if single else EXACT
+        self.tolerance = SINGLE if are_single(self.operations) else EXACT
 
     @property
     def call(self) -> Call:
@@ -203,6 +202,11 @@ class Watched:
                 taken = [x for x, codes in zip(begun.inputs, before, strict=True) if codes is not None]
                 cut += [run.graph.maker(slot, begun.index) for slot in taken[:1]]
         return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
+
+
+def are_single(operations: Iterable[Operation]) -> bool:
+    """Whether any of some operations gives numbers of less than double precision."""
+    return any(x.value.dtype in LOW for operation in operations for x in operation.outputs)
 
 
 def _cut(recorder: Recorder, operation: Operation) -> Tensor:

@@ -28,7 +28,13 @@ from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded
-from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, proofs_in_whole
+from equivalence_tests.checker.layers.wholes import (
+    Whole,
+    hold_whole,
+    hold_with_memory,
+    locate_in_whole,
+    proofs_in_whole,
+)
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import (
     BY_DATA_FLOW,
@@ -157,6 +163,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
         _prove_wiring(report, whole, walk.repairs)
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
+        if report.verdict == "partial":
+            hold_with_memory(report, whole, ways_to_call(module, walk.sizes, Errors())[:1])
     return report
 
 

@@ -17,6 +17,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Writer
 from equivalence_tests.checker.layers.whole_calls import bound
 from equivalence_tests.checker.layers.whole_scopes import Scope
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
@@ -297,6 +298,7 @@ class WholeWriter:
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
             if taken:
                 theirs = inspect.signature(self.parts[call.path].of(module).forward).parameters
+                kwargs = {name: x for name, x in kwargs.items() if name in theirs}
                 first = [*kwargs] if [*kwargs] == [*theirs][:1] else []
             args = tuple(kwargs.pop(name) for name in first)
             kwargs |= {name: leaf(x, later[name]) for name, x in given.items() if type(x) is int and x != later[name]}
@@ -314,7 +316,9 @@ class WholeWriter:
         theirs, ours = (inspect.signature(one.forward).parameters for one in (module, part.of(module)))
         given = bound(module, call.args, call.kwargs)
         others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-        return set(given) - set(others) <= set(ours) and all(x is theirs[name].default for name, x in others.items())
+        left = all(_is_left_out(x, theirs[name].default) for name, x in others.items())
+        rotates = {name for name in given if role_of_parameter(name) == "angles"}  # as the equivalent does by itself
+        return set(given) - set(others) - rotates <= set(ours) and left
 
     def _embed(self, path: str, part: Equivalent, module: nn.Module) -> None:
         """Take the text of a part over, under the name of the user's class."""
@@ -322,6 +326,11 @@ class WholeWriter:
             body = part.source.split("\n\n\n")[1].rstrip("\n")
             self.classes[path] = self._kept(type(module).__name__, body.replace("class Equivalent", "class NAME", 1))
             self.converted.append(path)
+
+
+def _is_left_out(x: Any, default: Any) -> bool:
+    """Whether an argument is what a part is checked with: its default, or 0, False or None where it has none."""
+    return x is default or (default is inspect.Parameter.empty and (x is None or (type(x) in (int, bool) and not x)))
 
 
 def _holds_tensors(x: Any) -> bool:

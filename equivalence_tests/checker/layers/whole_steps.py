@@ -199,13 +199,16 @@ class Follower:
         label = self.labels.add(kind, path, data, frames)
         self.calls[path].add(label)
         places = relaid(data[0].places, outputs[0].shape)
-        if isinstance(self.module.get_submodule(path) if path in self.paths else None, nn.modules.conv._ConvNd):
+        module = self.module.get_submodule(path) if path in self.paths else None
+        first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
+        if first:
             places = places_of(torch.Size((len(outputs[0]), *outputs[0].shape[2:], outputs[0].size(1)))).movedim(-1, 1)
         elif kind == "embedding" and not bool(data[0].places.any()):
             places = places_of(outputs[0].shape)  # patches of an image
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
-        if kind in IN_ORDER and not all(lies_whole(x.places) for x in data if x.places.dim()):
+        taken = [x.places.movedim(1, -1) if first else x.places for x in data if x.places.dim() > first]
+        if kind in IN_ORDER and not all(map(lies_whole, taken)):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")

@@ -60,6 +60,7 @@ ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re
 
 ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
+LAYER = re.compile(r"(Encoder|Decoder|Transformer)\w*(Layer|Block)$")
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
 ASKED_FOR = re.compile(r"norm|scale|proj|bias|residual")  # what torch has; other switches stay off
 COUNT = re.compile(r"(^|_)num_")
@@ -428,4 +429,14 @@ def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     beside = (fitting(names.values()) for names in definitions_beside(target, speaks_of_one))
     parts = parts or next(filter(None, beside), [])
     beginnings = [name[:length] for length in range(1, len(name) + 1)]
-    return sorted(parts, key=lambda x: (-sum(map(x.__name__.startswith, beginnings)), not PLAIN.search(x.__name__)))
+
+    def order(part: type[nn.Module]) -> tuple[int, bool, bool]:
+        of_heads = bool(LAYER.search(name)) and not _takes_a_width(part)  # a layer hands tokens on
+        return -sum(map(part.__name__.startswith, beginnings)), of_heads, not PLAIN.search(part.__name__)
+
+    return sorted(parts, key=order)
+
+
+def _takes_a_width(part: type[nn.Module]) -> bool:
+    """Whether a constructor names the width of tokens."""
+    return any(value_for(p.name, SIZES[0])[1] == SIZES[0].embed_dim for p in parameters_of(part))

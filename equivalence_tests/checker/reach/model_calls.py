@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.plans import POSITION, trials_of
 from equivalence_tests.checker.reach.proposing import exact_lengths, parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -34,6 +34,7 @@ FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
 Given = Mapping[str, Tensor]
+CONSTANTS = {"=True": True, "=False": False, "=0": 0}  # what an argument may be given
 
 
 @dataclass(frozen=True)
@@ -181,12 +182,14 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
             given = (), arguments(source, source if target is None else target)
             TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
-                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target", "=True", "=False"}
+                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target", *CONSTANTS}
                 yield ModelRun(run, source, target, masks, kind, length_first, patch, beside), form is not None
 
 
 def _role(parameter: Parameter) -> str:
-    """Say whether an argument is a mask or segments; "" where it may be a sequence."""
+    """Say whether an argument is a mask, segments or the place of the first token; "" where it may be a sequence."""
+    if POSITION.search(parameter.name.lower()):
+        return "=0"
     if SEGMENTS.search(parameter.name):
         return "segments"
     masks = role_of_parameter(parameter.name) == "mask" and not isinstance(parameter.default, bool | int | float | str)
@@ -219,8 +222,8 @@ def _arguments(
         elif role == "mask" or role in tensors:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
-        elif role.startswith("="):
-            arguments[name] = role == "=True"
+        elif role in CONSTANTS:
+            arguments[name] = CONSTANTS[role]
         else:
             arguments[name] = _of_samples(role, len(source))
     return arguments

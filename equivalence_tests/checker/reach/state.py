@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import os
@@ -11,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch._tensor_str import PRINT_OPTS
 from torch.backends import mha
 from torch.overrides import TorchFunctionMode
+from torch.utils import _contextlib
 from torch.utils.weak import WeakIdKeyDictionary
 
 from equivalence_tests.checker.reach.crashes import CRASHES
@@ -195,6 +198,9 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     A single number that is frozen is a setting, such as a scale, and stays.
     """
     retype(module, dtype)
+    for child in module.modules():
+        if mode_around(type(child).forward):  # its gradients are compared too
+            child.forward = MethodType(inspect.unwrap(type(child).forward), child)
     module.eval()  # a train() of the user's own may return nothing
     settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
     randomize_parameters(module, seed=0)
@@ -202,6 +208,19 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
         for x, before in settings:
             x.copy_(before)
     return module
+
+
+def mode_around(function: Any) -> str:
+    """Name the decorator of torch's, such as ``no_grad``, under which a function runs; "" where there is none.
+
+    >>> mode_around(torch.no_grad()(lambda x: x)), mode_around(lambda x: x)
+    ('no_grad', '')
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename != _contextlib.__file__ or not hasattr(function, "__wrapped__"):
+        return ""
+    factory = inspect.getclosurevars(function).nonlocals["ctx_factory"]
+    return type(factory()).__name__
 
 
 @contextlib.contextmanager

@@ -77,13 +77,13 @@ def projection_departures(
 
 
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
-    letters = ""
+    letters, handed_over = "", {letter for each in roles.values() for letter in each}
     for operand, own in zip(operands, "qkv", strict=True):
         made_of = attention.run.names.made_of((source.number for source in operand.sources), beyond=True)
         given = "".join(sorted({letter for source in made_of for letter in roles.get(source.number, "")}))
         if not given:
             return
-        letters += own if own in given else given[0]
+        letters += own if own in given or own not in handed_over else given[0]
     if letters == "qkv":
         return
     first = _first_in_another_role(operands, letters)

@@ -1,0 +1,47 @@
+"""Recognise additive attention, whose scores are no products of queries and keys."""
+
+from equivalence_tests.checker.engine.names import Run
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.reporting.lines import code_lines
+
+
+def additive(run: Run, is_read: bool) -> str:
+    """Say which line adds what queries give to what keys give, where no product of both makes the scores.
+
+    scores = w · f(query + key), as in Bahdanau et al. 2015 and in graph attention (Veličković et al. 2018)
+
+    Args:
+        run: One run of the code.
+        is_read: Whether it was read as an attention all the same: then each query has to meet several keys there.
+
+    Returns:
+        A sentence; "" where the scores are products, or nothing is added.
+    """
+    weighs = next((op for op in run.recorder.operations if op.name in SOFTMAXES and op.frames), None)
+    if weighs is None:
+        return ""
+    before = [*run.graph.ancestors(weighs.inputs[0], weighs.index, lambda operation: operation.inputs)]
+    if any(op.name in CONTRACTIONS and _of_two(run, op) for op in before):
+        return ""
+    added = [op for op in before if op.name == "add" and op.frames and _of_two(run, op)]
+    added = [op for op in added if _broadcasts(op) or not is_read]
+    if not added:
+        return ""
+    line = code_lines(added[-1].frames)[-1]
+    return (
+        f"It is additive attention: line {line.number}, `{line.text}`, adds what queries and keys give, and no product "
+        "of both makes the scores. torch.nn has none to compare it with."
+    )
+
+
+def _of_two(run: Run, operation: Operation) -> bool:
+    """Whether both operands are made of what is handed over."""
+    made_of = [run.recorder.named(bits) for bits in operation.origins[:2]]
+    return len(made_of) == 2 and all(any(name.startswith("arg:") for name in names) for names in made_of)
+
+
+def _broadcasts(operation: Operation) -> bool:
+    """Whether each element of the one operand meets several of the other."""
+    whole = operation.outputs[0].value.shape
+    return any(slot.value.shape != whole for slot in operation.inputs[:2])

@@ -1,0 +1,152 @@
+"""Models that decode: a cache that is a plain attribute, a place to start at, norms in float32, no gradients."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.verify import verify
+
+WIDTH, LENGTH = 48, 32
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root of the mean of squares, in float32."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x) * self.weight
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * angles[None, :, None]).flatten(3).type_as(x)
+
+
+class Attention(nn.Module):
+    """Remembers keys and values of the positions so far."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = n_heads, dim // n_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.cache_k = torch.zeros(4, LENGTH, n_heads, self.head_dim)
+        self.cache_v = torch.zeros(4, LENGTH, n_heads, self.head_dim)
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (f(x).view(b, n, self.n_heads, -1) for f in (self.q, self.k, self.v))
+        q, k = turned(q, freqs_cis), turned(k, freqs_cis)
+        self.cache_k, self.cache_v = self.cache_k.to(q), self.cache_v.to(q)
+        self.cache_k[:b, start_pos : start_pos + n] = k
+        self.cache_v[:b, start_pos : start_pos + n] = v
+        keys, values = (y[:b, : start_pos + n].transpose(1, 2) for y in (self.cache_k, self.cache_v))
+        scores = q.transpose(1, 2) @ keys.transpose(2, 3) / self.head_dim**0.5
+        weights = F.softmax((scores if mask is None else scores + mask).float(), dim=-1).type_as(q)
+        return self.o((weights @ values).transpose(1, 2).reshape(b, n, -1))
+
+
+class Layer(nn.Module):
+    """Both, each behind a norm."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention, self.attention_norm, self.ffn_norm = Attention(dim, n_heads), RMSNorm(dim), RMSNorm(dim)
+        self.up, self.down = nn.Linear(dim, 96, bias=False), nn.Linear(96, dim, bias=False)
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
+        return self.after(h, x)
+
+    def after(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + self.down(F.silu(self.up(self.ffn_norm(h))))
+
+
+class AddsToItsInput(Layer):
+    """Adds the feed-forward to what came in, and not to what attention made of it."""
+
+    def after(self, h: Tensor, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.ffn_norm(h))))
+
+
+class Decoder(nn.Module):
+    """Gives logits of the next token, in float32 and without gradients."""
+
+    def __init__(self, dim: int = WIDTH, n_heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(53, dim)
+        self.layers = nn.ModuleList(Layer(dim, n_heads) for _ in range(2))
+        self.norm, self.output = RMSNorm(dim), nn.Linear(dim, 53, bias=False)
+        powers = torch.arange(0, dim // n_heads, 2).float() / (dim // n_heads)
+        angles = torch.outer(torch.arange(LENGTH).float(), 10000.0**-powers)
+        self.freqs_cis = torch.polar(torch.ones_like(angles), angles)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
+        n, h, mask = tokens.size(1), self.embed(tokens), None
+        if n > 1:
+            mask = torch.triu(torch.full((n, n), -torch.inf), diagonal=1)
+            mask = torch.hstack([torch.zeros(n, start_pos), mask]).type_as(h)
+        for layer in self.layers:
+            h = layer(h, start_pos, self.freqs_cis[start_pos : start_pos + n], mask)
+        return self.output(self.norm(h)).float()
+
+
+def test_a_layer_with_a_cache_and_angles_from_outside_is_equal() -> None:
+    report = verify(Layer)
+    assert report.verdict == "equal", str(report)
+    assert {finding.name for finding in report.intended} == {"rotary_positions"}
+
+
+def test_a_model_that_starts_at_a_position_and_keeps_no_gradients_is_equal() -> None:
+    report = verify(Decoder)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert report.equivalent.difference < 3e-6  # norms are computed in float32
+    assert any("inference_mode" in note for note in report.notes)
+
+
+def test_what_is_added_to_the_wrong_stream_is_not_equal() -> None:
+    report = verify(AddsToItsInput)
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+
+
+class Block(nn.Module):
+    """Attends to its own tokens, and to those that it is given, if any."""
+
+    def __init__(self, dim: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.n1, self.n2, self.n3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.attn1, self.attn2 = (nn.MultiheadAttention(dim, heads, batch_first=True) for _ in range(2))
+        self.up, self.down = nn.Linear(dim, 96), nn.Linear(96, dim)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        y = self.n1(x)
+        x = self.attn1(y, y, y)[0] + x
+        y = self.n2(x)
+        context = y if context is None else self.of(context)
+        x = self.attn2(y, context, context)[0] + x
+        return self.down(F.gelu(self.up(self.n3(x)))) + x
+
+    def of(self, context: Tensor) -> Tensor:
+        return context
+
+
+class Reversed(Block):
+    """Reads what it is given backwards, and doubled."""
+
+    def of(self, context: Tensor) -> Tensor:
+        return 2 * context.flip(-1)
+
+
+def test_a_layer_is_compared_with_another_sequence_too() -> None:
+    report = verify(Block)
+    assert report.verdict == "equal", str(report)
+    assert any(one.what == "context" and one.exercised for one in report.coverage)
+
+
+def test_what_is_wrong_with_another_sequence_alone_is_not_equal() -> None:
+    assert verify(Reversed).verdict != "equal"
