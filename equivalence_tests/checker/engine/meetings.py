@@ -129,7 +129,11 @@ class Meetings:
             tokens = self._numbered_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
         parents = tuple(sources_in(self.codes.get(slot.key)))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
-        feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
+        parts = _parts_of_rows(contraction, codes)
+        if _share_names(tokens, parts, contraction.rows(slot.value)):  # as windows that overlap
+            tokens = self.tokens + torch.arange(tokens.numel()).view_as(tokens)
+            self.tokens += tokens.numel()
+        feature = column[:, None, :] + parts[:, :, None] * (int(column.max()) + 1)
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
         names = contraction.scattered(names) + float(FEATURES) * FEATURES
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
@@ -391,6 +395,16 @@ def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
     if codes is None or _tokens_of_rows(contraction.rows(codes)) is None:
         return torch.zeros(contraction.left.shape[:2], dtype=torch.long)
     return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
+
+
+def _share_names(tokens: Tensor, parts: Tensor, rows: Tensor) -> bool:
+    """Whether rows of different numbers would get the same names."""
+    kinds, order = (tokens * (int(parts.max()) + 1) + parts).reshape(-1).unique(return_inverse=True)
+    if len(kinds) == tokens.numel():
+        return False
+    first = torch.full((len(kinds),), tokens.numel()).scatter_reduce(0, order, torch.arange(len(order)), "amin")
+    flat = rows.reshape(len(order), -1)
+    return not torch.equal(flat, flat[first[order]])
 
 
 def _by_appearance(columns: Tensor) -> Tensor:

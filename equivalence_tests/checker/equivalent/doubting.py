@@ -12,6 +12,7 @@ from equivalence_tests.checker.engine.meaning import SIZES
 from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MIXES, REDUCES, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 
 ALIKE = 1e-3  # of sizes that a norm or a rotation leaves, relative
 FACTOR = "it is a constant factor"
@@ -42,6 +43,7 @@ class Doubt:
         of_values = of_its_values(out, instead) or self._rounds(out, instead)
         if of_values == FACTOR and any(one.name in REDUCES for one in self.repair.parts):
             of_values = ""  # a number that is made of the data is no constant
+        of_values = of_values or self._zeroes_padding(out, instead)
         return self._asked_for() or self._adds_what_is_there() or of_values or self._acts()
 
     def _asked_for(self) -> str:
@@ -86,6 +88,13 @@ class Doubt:
             if storage_of(x.tensor) not in made and not held.issuperset(self.watched.named(bits))
         ]
         return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
+
+    def _zeroes_padding(self, out: Tensor, instead: Tensor) -> str:
+        """A mask that is handed over, times tokens: those that it hides become 0."""
+        operation = self.repair.operation
+        names = [name.rpartition(":")[2] for bits in operation.origins for name in self.watched.named(bits)]
+        masked = any(role_of_parameter(name) == "mask" for name in names)
+        return "it sets padded tokens to 0" if masked and bool(((out == 0) | (out == instead)).all()) else ""
 
     def _acts(self) -> str:
         """The activation of a network behind the attention: a function of each number alone."""

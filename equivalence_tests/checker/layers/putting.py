@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.vocabulary import ADDS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import Terms, events_in, summed
+from equivalence_tests.checker.parts.kinds import is_torchs
 from equivalence_tests.checker.reach.tracing import tensors_of
 
 Tap = tuple[Operation | ModuleCall, int]  # the number of a tensor that is taken there; GIVES for what is given
@@ -49,12 +50,13 @@ class Putting:
     def given(self, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another: where it is first added up, or last passed on, or wherever it is taken."""
         made = [one for one in self.between if one.outputs and self._terms(one.outputs[0].tensor) == have]
-        sums = [one for one in made if one.name in ADDS]
-        for one in sums or made[::-1]:
+        own = [one for one in made if not is_torchs(self.follower.module.get_submodule(one.place))]  # as a dropout is
+        sums = [one for one in own if one.name in ADDS]
+        for one in sums or own[::-1]:
             sources = self._sources(want, one.outputs[0].value.shape, one.index + 1)
             if sources:
                 return self._repair((one, GIVES), sources)
-        return self._put(have, want, [*self.between, *self.parts])
+        return self._put(have, want, [*(one for one in self.between if one not in made), *self.parts])
 
     def taken(self, label: str, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another that a part takes."""

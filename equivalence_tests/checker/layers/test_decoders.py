@@ -150,3 +150,48 @@ def test_a_layer_is_compared_with_another_sequence_too() -> None:
 
 def test_what_is_wrong_with_another_sequence_alone_is_not_equal() -> None:
     assert verify(Reversed).verdict != "equal"
+
+
+class Decodes(nn.Module):
+    """A layer whose second residual connection is missing behind a dropout that all sublayers share."""
+
+    def __init__(self, dim: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.own, self.cross = (nn.MultiheadAttention(dim, heads, batch_first=True) for _ in range(2))
+        self.n1, self.n2, self.n3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.up, self.down, self.dropout = nn.Linear(dim, 96), nn.Linear(96, dim), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.n1(x + self.dropout(self.own(x, x, x)[0]))
+        attended = self.cross(x, memory, memory)[0]
+        x = self.n2(self.dropout(attended))
+        return self.n3(x + self.dropout(self.down(torch.relu(self.up(x)))))
+
+
+def test_a_residual_that_is_missing_behind_a_dropout_is_proven() -> None:
+    report = verify(Decodes)
+    assert report.mistakes == ("residual_missing",), str(report)
+    assert report.findings[0].proof is not None
+    line = report.findings[0].line
+    assert line is not None
+    assert "self.n2(self.dropout(attended))" in line.text
+
+
+class ZeroesPadding(nn.Module):
+    """Right: what stands at padded places is 0, so that nothing of it reaches the next layer."""
+
+    def __init__(self, dim: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
+        self.n1, self.n2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 96), nn.Linear(96, dim)
+
+    def forward(self, x: Tensor, pad_mask: Tensor) -> Tensor:
+        y = self.n1(x)
+        x = x + self.attention(y, y, y, key_padding_mask=~pad_mask)[0]
+        x = x + self.down(torch.relu(self.up(self.n2(x))))
+        return x * pad_mask.unsqueeze(-1)
+
+
+def test_padded_tokens_may_be_set_to_zero() -> None:
+    assert verify(ZeroesPadding).verdict != "deviates"

@@ -348,7 +348,8 @@ class _Stream:
             self._stop("sublayer_reads_another_tensor", self.steps[reader].frames, right)
         if contained is None:
             raise _LostError
-        self.wiring.blame("residual_missing", step.frames, self.putting.given(_one(last), whole))
+        lines = step.frames if self.pre_norm or reader not in self.norms else self.steps[reader].frames
+        self.wiring.blame("residual_missing", lines, self.putting.given(_one(last), whole))
         self._advance(_one(last))
 
     def _scaled(self, label: str) -> str:

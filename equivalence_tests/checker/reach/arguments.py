@@ -144,10 +144,10 @@ ROLE_NAMES = (
     ),
     (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
     (SEGMENTS.pattern, "mask"),
-    (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
-    (r"^(?!chunk|block|rank|top_?k)\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
-    (r"^(?!prev|conv)\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),
-    (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
+    (r"^\w{0,4}q$|_q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^x_?1$", "query"),
+    (r"^(?!chunk|block|rank|top)\w{0,4}k$|(?<!top)_k$|^k(_?(in|s|x)|eys?\w*)?$|(^|_)key(s|_?in\w*|_states)?$", "key"),
+    (r"^(?!prev|conv)\w{0,4}v$|_v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$", "value"),
+    (r"mem|enc|context|(^|_)kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
     (r"^x$|^qkv$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
 )
 # What is added to tokens where they are compared, as DETR does it: one vector for each.

@@ -16,6 +16,7 @@ import sys
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -323,7 +324,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
         return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
-    made = [] if plain else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
+    parts = [] if plain else _parts_beside(target, name)[:2]
+    made = [built(found, one) for found in parts for one in _inner(name, sizes)]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]
     of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
@@ -343,6 +345,11 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     elif known:
         guesses = [value] if value != sizes.embed_dim else [value, (value,)]
     return [*(one for one in made if one is not None), *guesses]
+
+
+def _inner(name: str, sizes: Sizes) -> list[Sizes]:
+    """Give the sizes of a part that is handed over: what rotates is mostly called on one head."""
+    return [replace(sizes, num_heads=1), sizes] if re.search(PARTS[1][0], name) else [sizes]
 
 
 def callers_scales(target: Any) -> dict[str, float]:
