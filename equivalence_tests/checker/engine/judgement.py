@@ -18,15 +18,20 @@ class RotaryPairs:
     """Which elements of a token a rotary embedding rotates together.
 
     Args:
+        start: The first element that is rotated.
         apart: How far the two elements of a pair are from one another.
-        forward: Whether the second element grows by the first, as the angle grows.
     """
 
+    start: int
     apart: int
-    forward: bool
 
     def __str__(self) -> str:
         return "pairs of neighbours" if self.apart == 1 else "halves of a head"
+
+    def first(self, width: int) -> list[int]:
+        """List the first element of each pair of a token of so many."""
+        places = range(self.start, width - self.apart)
+        return [place for place in places if (place - self.start) // self.apart % 2 == 0]
 
 
 @dataclass(eq=False)

@@ -29,7 +29,6 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")
 
-PAIRS = 8
 UNCLEAR = 0.15  # a share of the steps that is nearer to a half says nothing
 
 
@@ -153,73 +152,66 @@ def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
 
 def _rotary_pairs(run: Run, operand: Operand) -> RotaryPairs | None:
     """Find the pairs by following one element at a time: a rotation gives a share of it to exactly one other."""
-    width = operand.codes.size(-1)
-    for place in range(width):
-        have = _share_of(run, operand, place)
+    for place in range(operand.codes.size(-1)):
+        have = _shares_of(run, operand, [place])
         others = [i for i in (have.abs() > MEASURED).any(0).nonzero().flatten().tolist() if i != place]
         if len(others) > 1:
             return None
         if others:
-            apart = others[0] - place
-            slowest = width - 2 if apart == 1 else place + apart - 1
-            slow = _share_of(run, operand, slowest)
-            rotated = (
-                slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > MEASURED).any()) else have
-            )
-            at = slowest if rotated is slow else place
-            return RotaryPairs(apart, max(_rising(operand, rotated[:, at], rotated[:, at + apart]), default=1.0) >= 0.5)
+            return RotaryPairs(place, others[0] - place)
     return None
 
 
-def _share_of(run: Run, operand: Operand, place: int) -> Tensor:
-    """Rows of an operand where one element of each token is one and the others are nothing."""
-    own = operand.codes[..., place].contiguous()
+def _shares_of(run: Run, operand: Operand, places: list[int]) -> Tensor:
+    """Rows of an operand where some elements of each token are one and the others are nothing."""
+    own = operand.codes[..., places].contiguous()
     given = {s.slot.key: torch.isin(s.codes.contiguous(), own).to(s.slot.value.dtype) for s in operand.sources}
     return _rows(run, operand, given)[0].reshape(-1, operand.codes.size(-1))
 
 
-def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> list[float]:
-    """The share of the steps from one token to the next at which the angle grows, in each head where it moves."""
+def _angles(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
+    """By which angle each pair of each row is rotated, (slices, rows, pairs)."""
+    first = pairs.first(operand.codes.size(-1))
+    have = _shares_of(run, operand, first)
+    angles = torch.atan2(have[:, [place + pairs.apart for place in first]], have[:, first])
+    return angles.view(*operand.codes.shape[:-1], -1)
+
+
+def _steps(angles: Tensor, dim: int) -> Tensor:
+    """By how much angles grow from one token to the next, at most half a turn."""
+    return torch.remainder(angles.diff(dim=dim) + torch.pi, 2 * torch.pi) - torch.pi
+
+
+def _rising(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
+    """The share of the steps from one token to the next at which a pair's angle grows, in each head where it moves."""
+    angles = _angles(run, operand, pairs).flatten(0, 1)
     token, head = (codes[..., 0].reshape(-1) for codes in (token_of(operand.codes), feature_of(operand.codes)))
-    shown = (cosine.abs() + sine.abs() > MEASURED).nonzero().flatten()
     shares = []
-    for own in (shown[head[shown] == number] for number in head.unique()):
+    for own in ((head == number).nonzero().flatten() for number in head.unique()):
         order = own[token[own].argsort(stable=True)]
         first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
-        angle = torch.atan2(sine, cosine)[order[first]]
-        step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
-        moved = step[step.abs() > EXACT]
-        shares += [float((moved > 0).double().mean())] if len(moved) else []
-    return shares
+        steps = _steps(angles[order[first]], 0)
+        moved = steps.abs() > EXACT
+        shares.append(((steps > 0) & moved).sum(0) / moved.sum(0))
+    found = torch.cat(shares)
+    return found[~found.isnan()]
 
 
 def falls_twice_as_fast(run: Run, operand: Operand, base: float) -> bool:
     """Whether the angles of all pairs of a rotation fall as base ** (-4 i / d): the exponent has its factor twice."""
-    apart, width = operand.pairs.apart if operand.pairs is not None else 0, operand.codes.size(-1)
-    pairs, first = range(width // 2), slice(None, 2)  # of the first two tokens
-    if len(pairs) < 4 or width % 2 or apart not in (1, width // 2):
+    pairs, width = operand.pairs, operand.codes.size(-1)
+    if pairs is None or pairs.start or width < 8 or width % 2 or pairs.apart not in (1, width // 2):
         return False
-    for pair in (pairs[0], pairs[1], pairs[2], pairs[-1]):
-        place = 2 * pair if apart == 1 else pair
-        shares = _share_of(run, operand, place).reshape(*operand.codes.shape)
-        angle = torch.atan2(shares[..., first, place + apart], shares[..., first, place]).diff(dim=-1).abs()
-        if not torch.allclose(angle, torch.full_like(angle, base ** (-4 * pair / width)), rtol=1e-3, atol=0):
-            return False
-    return True
+    found = _angles(run, operand, pairs)[:, :2].diff(dim=1).abs()
+    wanted = base ** (-4 * torch.arange(width // 2, dtype=found.dtype) / width)
+    return torch.allclose(found, wanted.expand_as(found), rtol=1e-3, atol=0)
 
 
 def _rotated_backwards(run: Run, operand: Operand) -> bool:
     """Whether all pairs whose direction is clear are rotated backwards; learnt angles go either way."""
-    paired = operand.pairs
-    if paired is None or paired.forward:
-        return False
-    pairs = range(0, operand.codes.size(-1) - paired.apart, 2 if paired.apart == 1 else 1)
-    rising = list[float]()
-    for place in pairs[:: max(len(pairs) // PAIRS, 1)]:
-        shares = _share_of(run, operand, place)
-        rising += _rising(operand, shares[:, place], shares[:, place + paired.apart])
-    clear = [share for share in rising if abs(share - 0.5) > UNCLEAR]
-    return bool(clear) and max(clear) < 0.5
+    rising = _rising(run, operand, operand.pairs) if operand.pairs is not None else torch.zeros(0)
+    clear = rising[(rising - 0.5).abs() > UNCLEAR]
+    return bool(len(clear)) and bool((clear < 0.5).all())
 
 
 def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor], before: Tensor) -> bool:
@@ -249,7 +241,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
     query, key = operands[0], operands[1]
     both = query.rotated and key.rotated
     if both and not _rotated_alike(attention.run, query, key):
-        backwards = query.pairs is not None and query.pairs.forward and key.pairs is not None and not key.pairs.forward
+        backwards = _rotated_backwards(attention.run, key) and not _rotated_backwards(attention.run, query)
         yield Departure("rotations_differ", "rotary", _last_sum(attention.run, key if backwards else query))
     if both and all(_rotated_without_positions(attention.run, operand) for operand in (query, key)):
         yield Departure("rotary_without_positions", "rotary", _last_sum(attention.run, query))
@@ -334,23 +326,18 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
 
 
 def _rotated_alike(run: Run, query: Operand, key: Operand) -> bool:
-    """Whether a query and a key at one position keep their product when both are rotated."""
+    """Whether a query and a key at one position are rotated by the same angles."""
     tokens, others = (token_of(operand.codes)[..., 0] for operand in (query, key))
     if query.codes.size(0) != key.codes.size(0) or query.codes.size(-1) != key.codes.size(-1):
         return True
     beside = tokens[:, :, None] == others[:, None, :]  # keys of other tokens may stand among them
-    if not bool((beside.sum(-1) == 1).all()):
+    if query.pairs is None or key.pairs is None or not bool((beside.sum(-1) == 1).all()):
         return True
-    both = {**_drawn(key, 2), **_drawn(query, 1)}
-    (q, plain_q), (k, plain_k) = (_resized(operand, *_rows(run, operand, both)) for operand in (query, key))
-    k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
-    return near((q * k).sum(-1), (plain_q * plain_k).sum(-1), max(query.tolerance, MEASURED))
-
-
-def _resized(operand: Operand, have: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of an operand, and what they were made of at the size that a factor or a norm gives them."""
-    sizes = have.norm(dim=-1, keepdim=True) / want.norm(dim=-1, keepdim=True)
-    return have, want * (sizes if operand.change == "normed" else operand.factor)
+    if query.pairs != key.pairs:
+        return False
+    own, its = (_angles(run, one, query.pairs) for one in (query, key))
+    apart = own - torch.einsum("nij,njp->nip", beside.to(its.dtype), its)
+    return bool((apart.sin().abs() + 1 - apart.cos() < max(query.tolerance, MEASURED)).all())
 
 
 def _rotated_without_positions(run: Run, operand: Operand) -> bool:
@@ -360,12 +347,7 @@ def _rotated_without_positions(run: Run, operand: Operand) -> bool:
     several = bool((token_of(operand.codes)[..., 0].diff(dim=1) != 0).any())
     if operand.pairs is None or given or not several:
         return False
-    generator = torch.Generator().manual_seed(5)
-    widest = max(int(feature_of(source.codes).max()) for source in operand.sources)
-    noise = torch.randn(widest + 1, generator=generator, dtype=torch.float64)
-    drawn = {s.slot.key: noise[feature_of(s.codes)].to(s.slot.value.dtype) for s in operand.sources}
-    rows = _rows(run, operand, drawn)[0].reshape(operand.codes.shape)
-    return near(rows, rows[:, :1].expand_as(rows), max(operand.tolerance, MEASURED))
+    return bool((_steps(_angles(run, operand, operand.pairs), 1).abs() < MEASURED).all())
 
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
