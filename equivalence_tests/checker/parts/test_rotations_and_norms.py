@@ -257,6 +257,18 @@ def test_mistakes_beside_a_rotation_are_named(broken: Callable[..., Any], name: 
     assert [finding.name for finding in report.findings] == [name], str(report)
 
 
+class BentBehind(Rotating):
+    def inner(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rotated(q).tanh(), self.rotated(k), v
+
+
+def test_what_bends_queries_behind_a_rotation_has_its_line() -> None:
+    (finding,) = verify(BentBehind).findings
+    assert (finding.name, finding.proof is not None) == ("query_changed_by_tanh", True)
+    assert finding.line is not None
+    assert ".tanh()" in finding.line.text
+
+
 @pytest.mark.parametrize("right", [Block, BlockThatTakesAngles])
 def test_a_layer_around_such_attention_is_followed(right: Callable[..., Any]) -> None:
     report = verify(right)

@@ -117,7 +117,7 @@ def _experiment(run: Run, operand: Operand) -> None:
         operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
         return
     same = near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
-    if same and _tokens_apart(run, operand, one, have1):
+    if same:
         operand.change = "normed"
         operand.factor = 1.0 if operand.role == "value" else _factor_behind_norm(run, operand)
         along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
@@ -212,19 +212,6 @@ def _rotated_backwards(run: Run, operand: Operand) -> bool:
     rising = _rising(run, operand, operand.pairs) if operand.pairs is not None else torch.zeros(0)
     clear = rising[(rising - 0.5).abs() > UNCLEAR]
     return bool(len(clear)) and bool((clear < 0.5).all())
-
-
-def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor], before: Tensor) -> bool:
-    """Whether a token of the operand depends on that token alone."""
-    token = token_of(operand.codes)[..., 0]
-    changed = {}
-    for source in operand.sources:
-        value = given[source.slot.key].clone()
-        value[token_of(source.codes) == int(token.min())] *= -1.7
-        changed[source.slot.key] = value
-    after, _ = _rows(run, operand, changed)
-    others = token != int(token.min())
-    return near(after[others], before[others], EXACT if not operand.single else 1e-4)
 
 
 def operand_departures(attention: Attention, part: Part, operands: list[Operand]) -> Iterator[Departure]:
