@@ -118,7 +118,13 @@ def _shown(path: str) -> str:
     cell = shell.format_code_name(path) if shell is not None else None
     if cell is not None:
         return str(cell[1])
-    return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
+    return _from(os.getcwd(), path)  # noqa: PTH109 -- a Path takes longer than all else here
+
+
+@functools.lru_cache(maxsize=1024)
+def _from(folder: str, path: str) -> str:
+    """Name a file from a folder, where it is below that; each of thousands of calls that fail asks for it."""
+    return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 
 @functools.cache

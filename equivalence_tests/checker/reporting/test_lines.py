@@ -1,6 +1,7 @@
 """The line of a mistake that only the output shows: where what is wrong ran, or where the part was called."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.layers import walking
 from equivalence_tests.checker.mistakes import MISTAKES
-from equivalence_tests.checker.reporting.lines import source_of
+from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import builders, layers, parts
 
@@ -72,3 +73,11 @@ def test_a_run_that_cannot_be_watched_is_told(monkeypatch: pytest.MonkeyPatch) -
     report = verify(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
     assert report.verdict == "partial"
     assert "watching the whole run raised RuntimeError: no operations" in report.not_exercised[0].detail
+
+
+def test_a_file_is_named_from_where_one_stands_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path.resolve() / "mine.py"
+    frames = ((str(file), 1, "forward"),)
+    assert str(code_lines(frames)[0]) == f"{file}:1"
+    monkeypatch.chdir(file.parent)
+    assert str(code_lines(frames)[0]) == "mine.py:1"
