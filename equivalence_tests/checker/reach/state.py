@@ -199,7 +199,7 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """
     retype(module, dtype)
     for child in module.modules():
-        if mode_around(type(child).forward):  # its gradients are compared too
+        if mode_around(getattr(type(child), "forward", None)):  # TorchScript has none; its gradients are compared too
             child.forward = MethodType(inspect.unwrap(type(child).forward), child)
     module.eval()  # a train() of the user's own may return nothing
     settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
