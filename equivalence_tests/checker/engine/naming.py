@@ -28,9 +28,12 @@ def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Modu
 
 
 def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
-    """The line that makes the mask of a call, or the number or mask which a module keeps, that is used and wrong."""
-    if departure.operation is None or departure.stage not in ("scale", "mask"):
+    """The line that makes the mask of a call, or the number, mask or softmax that a module keeps, if that is wrong."""
+    if departure.operation is None or departure.stage not in ("scale", "mask", "softmax"):
         return ()
+    if departure.stage == "softmax":
+        kept = None if module is None else module.get_submodule(departure.operation.place)
+        return assigned_at(module, departure.operation.place) if isinstance(kept, nn.Softmax) else ()
     if (built := _built_in_call(departure)) or module is None:
         return built
     line = linecache.getline(*departure.lines[0][:2])

@@ -1189,3 +1189,25 @@ def test_a_parameter_without_numbers_need_not_be_used() -> None:
 def test_what_is_zero_since_its_weights_are_was_not_dropped_itself() -> None:
     report = verify(f"{gpt.__file__}:CausalSelfAttention")  # its first token sees one key alone
     assert (report.verdict, report.intended) == ("equal", []), str(report)
+
+
+class KeepsItsSoftmax(nn.Module):
+    """Builds a softmax over the queries, and calls it later."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.normalise = nn.Softmax(dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT / x.size(-1) ** 0.5
+        return self.normalise(scores) @ self.v(x)
+
+
+def test_the_line_that_builds_a_wrong_softmax_comes_first() -> None:
+    (finding,) = verify(KeepsItsSoftmax).findings
+    assert finding.name == "softmax_over_queries"
+    texts = [line.text for line in finding.stack]
+    assert sorted(texts) == ["return self.normalise(scores) @ self.v(x)", "self.normalise = nn.Softmax(dim=1)"]
+    assert finding.line is not None
+    assert finding.line.text == "self.normalise = nn.Softmax(dim=1)"

@@ -7,7 +7,7 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
-from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in
 from equivalence_tests.checker.engine.running import Call
@@ -33,7 +32,7 @@ from equivalence_tests.checker.layers.wholes import (
     hold_whole,
     hold_with_memory,
     locate_in_whole,
-    proofs_in_whole,
+    prove_wiring,
 )
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import (
@@ -160,32 +159,12 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     report = _concluded(walk.report, subject, bool(walk.unread))
     whole = None if run is None or "" in walk.inlined else _whole(walk, run, subject)
     if walk.repairs:
-        _prove_wiring(report, whole, walk.repairs)
+        prove_wiring(report, whole, walk.repairs)
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
         if report.verdict == "partial":
             hold_with_memory(report, whole, ways_to_call(module, walk.sizes, Errors())[:1])
     return report
-
-
-def _prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str, str], Repair | None]) -> None:
-    """Accuse the wiring only where torch's numbers come back with the right sum put in."""
-    wired = [one for one in report.findings if (one.name, one.where) in repairs]
-    others = [one for one in report.findings if one not in wired]
-    if not wired:
-        return
-    proofs = (
-        [None] * len(wired)
-        if whole is None or others
-        else proofs_in_whole(report, whole, [repairs[one.name, one.where] for one in wired])
-    )
-    shown = [replace(one, proof=proof, evidence="") for one, proof in zip(wired, proofs, strict=True)]
-    report.findings = [*others, *shown]
-    accuse_with_proof(report)
-    if not report.findings:
-        report.checks = [
-            replace(check, outcome="skipped") if check.outcome == "failed" else check for check in report.checks
-        ]
 
 
 def _is_lost(walk: Walk) -> bool:

@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import differs, explained, unread
+from equivalence_tests.checker.equivalent.deciding import accuse_with_proof, differs, explained, unread
 from equivalence_tests.checker.equivalent.part_holding import (
     EXACT,
     SINGLE,
@@ -244,7 +244,33 @@ def locate_in_whole(report: Report, whole: Whole) -> None:
     search.locate(report, rest, whole.intended)
 
 
-def proofs_in_whole(report: Report, whole: Whole, repairs: Sequence[Repair | None]) -> list[Proof | None]:
+def prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str, str], Repair | None]) -> None:
+    """Accuse the wiring only where torch's numbers come back with the right sum put in.
+
+    Args:
+        report: Whose findings are looked at; receives their proofs.
+        whole: What was followed; None where it could not be.
+        repairs: What puts each mistake right, by its name and where it is; None where nothing is known to.
+    """
+    wired = [one for one in report.findings if (one.name, one.where) in repairs]
+    others = [one for one in report.findings if one not in wired]
+    if not wired:
+        return
+    proofs = (
+        [None] * len(wired)
+        if whole is None or others
+        else _proofs(report, whole, [repairs[one.name, one.where] for one in wired])
+    )
+    shown = [replace(one, proof=proof, evidence="") for one, proof in zip(wired, proofs, strict=True)]
+    report.findings = [*others, *shown]
+    accuse_with_proof(report)
+    if not report.findings:
+        report.checks = [
+            replace(check, outcome="skipped") if check.outcome == "failed" else check for check in report.checks
+        ]
+
+
+def _proofs(report: Report, whole: Whole, repairs: Sequence[Repair | None]) -> list[Proof | None]:
     """Show for each of some repairs that it is needed, and that with all a whole is made of torch's parts.
 
     Args:
