@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
-from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.plans import Errors, crossed, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
@@ -105,6 +105,14 @@ def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, W
         if not (read[-1][1].mistakes or read[-1][1].unread):
             break
     return min(read, key=lambda item: _doubts(item[1]))
+
+
+def with_memory(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
+    """Give the way to call a layer with a memory that may be left out, if it is wired rightly then."""
+    for trial in filter(None, map(crossed, ways_to_call(layer, walk.sizes, Errors())[:1])):
+        wiring = _followed(walk, [trial], layer)[1]
+        if not (wiring.mistakes or wiring.unread):
+            yield trial
 
 
 def _doubts(wiring: Wiring) -> tuple[int, bool]:

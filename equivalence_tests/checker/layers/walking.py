@@ -25,7 +25,7 @@ from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
-from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
+from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call, with_memory
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded
 from equivalence_tests.checker.layers.wholes import (
     Whole,
@@ -163,7 +163,7 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
         if report.verdict == "partial":
-            hold_with_memory(report, whole, ways_to_call(module, walk.sizes, Errors())[:1])
+            hold_with_memory(report, whole, with_memory(walk, module))
     return report
 
 

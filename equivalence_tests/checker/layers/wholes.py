@@ -1,7 +1,7 @@
 """Hold a layer, a stack or a model against torch as a whole: a program of its parts, wired alike, that runs alone."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,7 +34,6 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.model_calls import ModelRun, run_layer
-from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise, Proof
@@ -210,16 +209,16 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     return True
 
 
-def hold_with_memory(report: Report, whole: Whole, alone: Sequence[Trial]) -> None:
+def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> None:
     """Compare a layer once more with the other sequence that it may be given, where nothing has shown what that does.
 
     Args:
         report: Receives what was compared.
         whole: What was held without it.
-        alone: The ways to call it without it.
+        trials: The ways to call it with it in which its parts are wired as torch's.
     """
     left = [one for one in report.not_exercised if role_of_parameter(one.what) == "memory"]
-    for trial in filter(None, map(crossed, alone if left else ())):
+    for trial in trials if left else ():
         other = replace(whole, run=run_layer(trial), steps=(), runs={}, why="")
         try:
             found = other.equivalent()
