@@ -23,10 +23,10 @@ from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
-from equivalence_tests.checker.reach.state import mode_around, preserved_global_state, uncompiled
+from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reach.tried import TRIED
-from equivalence_tests.checker.reporting.findings import KINDS, Finding
+from equivalence_tests.checker.reporting.findings import KINDS, Exercise, Finding
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.template import template_of
@@ -116,7 +116,7 @@ def verify(
         found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
         TRIED.begin(found)
         # Whatever the caller, or the imported file, has set.
-        with torch.inference_mode(False), torch.enable_grad(), uncompiled():
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled(), outside_modes(found) as mode:
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:
@@ -124,7 +124,8 @@ def verify(
                 reports[0].template = template_of(found, target, reports[0], kind) if adapter is None else ""
         TRIED.begin(None)  # or it would hold the user's model and inputs
         for report in reports:
-            report.notes += [*without(wrapped), *_without_mode(found)]
+            report.notes += without(wrapped)
+            _add_mode(report, mode)
         return reports
 
     reports = [accepted(report, given) for report in _guarded(checked, name)]
@@ -136,11 +137,12 @@ def without(wrapped: Sequence[str]) -> list[str]:
     return [f"run inside {name}, and checked without it" for name in wrapped]
 
 
-def _without_mode(found: Any) -> Iterator[str]:
-    """Say that a forward keeps no gradients, which are compared all the same."""
-    mode = mode_around(getattr(found if isinstance(found, type) else type(found), "forward", None))
-    if mode:
-        yield f"forward runs under torch.{mode}; it was checked without that, so that gradients are compared too"
+def _add_mode(report: Report, mode: str) -> None:
+    """Say that a forward gives no gradients, and that it was checked without the decorator that takes them."""
+    if mode and report.verdict in ("equal", "partial"):
+        said = f"forward runs under torch.{mode}, so that its weights get no gradients; it was compared without that"
+        report.coverage.append(Exercise("training", False, said))
+        report.verdict = "partial"
 
 
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:

@@ -130,7 +130,7 @@ class Meetings:
         parents = tuple(sources_in(self.codes.get(slot.key)))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
         parts = _parts_of_rows(contraction, codes)
-        if _share_names(tokens, parts, contraction.rows(slot.value)):  # as windows that overlap
+        if _share_names(tokens, parts, contraction, slot.value):  # as pieces of one token, of which one is filled up
             tokens = self.tokens + torch.arange(tokens.numel()).view_as(tokens)
             self.tokens += tokens.numel()
         feature = column[:, None, :] + parts[:, :, None] * (int(column.max()) + 1)
@@ -397,13 +397,13 @@ def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
     return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
 
 
-def _share_names(tokens: Tensor, parts: Tensor, rows: Tensor) -> bool:
+def _share_names(tokens: Tensor, parts: Tensor, contraction: Contraction, value: Tensor) -> bool:
     """Whether rows of different numbers would get the same names."""
     kinds, order = (tokens * (int(parts.max()) + 1) + parts).reshape(-1).unique(return_inverse=True)
     if len(kinds) == tokens.numel():
         return False
     first = torch.full((len(kinds),), tokens.numel()).scatter_reduce(0, order, torch.arange(len(order)), "amin")
-    flat = rows.reshape(len(order), -1)
+    flat = contraction.rows(value).reshape(len(order), -1)
     return not torch.equal(flat, flat[first[order]])
 
 

@@ -1211,3 +1211,83 @@ def test_the_line_that_builds_a_wrong_softmax_comes_first() -> None:
     assert sorted(texts) == ["return self.normalise(scores) @ self.v(x)", "self.normalise = nn.Softmax(dim=1)"]
     assert finding.line is not None
     assert finding.line.text == "self.normalise = nn.Softmax(dim=1)"
+
+
+class PiecesOfSeries(nn.Module):
+    """Right: cuts each series into pieces, which attend to one another; the last one is filled up."""
+
+    def __init__(self, length: int = 20, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.project, self.attention = nn.Linear(4, width), nn.MultiheadAttention(width, heads, batch_first=True)
+        self.head = nn.Linear((length // 4 + 1) * width, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.pad(x.reshape(-1, 1, x.size(-1)), (0, 4), mode="replicate")
+        pieces = self.project(rows.unfold(2, 4, 4).squeeze(1))
+        attended = self.attention(pieces, pieces, pieces)[0]
+        return self.head(attended.flatten(1)).unflatten(0, x.shape[:2])
+
+
+def test_pieces_of_one_token_have_names_of_their_own() -> None:
+    report = verify(PiecesOfSeries, kind="attention")
+    assert report.verdict != "deviates", str(report)
+
+
+class FirstAsks(nn.Module):
+    """Right, and says so: the first token asks, and all are asked."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = ((self.q, x[:, :1]), (self.k, x), (self.v, x))
+        q, k, v = (f(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f, y in split)
+        context = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+        return self.out(context.transpose(1, 2).flatten(2))
+
+
+class ClassAttention(FirstAsks):
+    """The same."""
+
+
+def test_the_first_token_of_what_holds_keys_and_values_may_ask() -> None:
+    assert verify(ClassAttention).verdict == "equal", str(verify(ClassAttention))
+    assert verify(FirstAsks).verdict == "unchecked"
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates one head."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(64).double(), 10000.0 ** -(torch.arange(0, d_model, 2) / d_model))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x[..., 0::2], x[..., 1::2]
+        cos, sin = self.cos[: x.size(-2)], self.sin[: x.size(-2)]
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+class HandedARotation(nn.Module):
+    """Right: rotates each head by what it is handed."""
+
+    def __init__(self, d_model: int, num_heads: int, rope: nn.Module) -> None:
+        super().__init__()
+        self.num_heads, self.rope = num_heads, rope
+        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = self.rope(q) @ self.rope(k).mT / q.size(-1) ** 0.5
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_rotation_that_is_handed_over_is_built_for_one_head() -> None:
+    assert verify(HandedARotation).verdict == "equal", str(verify(HandedARotation))

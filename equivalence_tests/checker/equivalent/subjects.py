@@ -143,11 +143,7 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     report.reason = additive(situation.found.run, bool(situation.found.judgements))
     if report.reason:
         return report
-    departures = list(situation.departures)
-    if not situation.blocked:
-        departures += _beyond(situation, departures, report)
-    if any(departure.name == "norm_fresh_in_forward" for departure in departures):
-        departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
+    departures = _departures(situation, report)
     guessed = [one.what for one in report.coverage if one.detail == NO_MASK]
     if guessed and departures:  # what it was given in its place may be why it departs
         report.reason = f"Nothing says what {guessed[0]} takes: {NO_MASK}, and what it was given may be why it departs."
@@ -162,6 +158,16 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     _beyond_the_call(report, situation)
     report.seconds = time.process_time() - started
     return report
+
+
+def _departures(situation: Situation, report: Report) -> list[Departure]:
+    """List what departs in the first call, and what only others show."""
+    departures = list(situation.departures)
+    if not situation.blocked:
+        departures += _beyond(situation, departures, report)
+    if any(departure.name == "norm_fresh_in_forward" for departure in departures):
+        departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
+    return departures
 
 
 def _beyond_the_call(report: Report, situation: Situation) -> None:

@@ -141,6 +141,18 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
             return _examine_subject(subject, name, casting=False)
     if run is not None:
         _watch(walk, run)
+    layers = _add_all_parts(walk)
+    of_model = kind_of("model", module) not in EXAMINED and module not in layers
+    if run is None and (of_model or (mistakes and _is_lost(walk))):
+        say_that_it_does_not_run(walk, errors, mistakes)
+    elif run is not None and of_model:
+        add_model(walk, run)
+    return _judged_as_a_whole(walk, run, subject)
+
+
+def _add_all_parts(walk: Walk) -> list[nn.Module]:
+    """Check the parts, one by one, and the wiring of the layers; give these."""
+    module = walk.module
     for path, child in one_of_each(_examined_children(module)):
         _add_child(walk, path, child)
     _add_inline(walk)
@@ -151,11 +163,11 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
-    of_model = kind_of("model", module) not in EXAMINED and module not in [layer for _, layer in layers]
-    if run is None and (of_model or (mistakes and _is_lost(walk))):
-        say_that_it_does_not_run(walk, errors, mistakes)
-    elif run is not None and of_model:
-        add_model(walk, run)
+    return [layer for _, layer in layers]
+
+
+def _judged_as_a_whole(walk: Walk, run: ModelRun | None, subject: Subject) -> Report:
+    """Prove what is wrong with the wiring; where nothing is, compare the whole with a program of torch's parts."""
     report = _concluded(walk.report, subject, bool(walk.unread))
     whole = None if run is None or "" in walk.inlined else _whole(walk, run, subject)
     if walk.repairs:
@@ -163,7 +175,7 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
         if report.verdict == "partial":
-            hold_with_memory(report, whole, with_memory(walk, module))
+            hold_with_memory(report, whole, with_memory(walk, walk.module))
     return report
 
 

@@ -27,6 +27,7 @@ from equivalence_tests.checker.layers.whole_values import (
     kind_in,
     lies_in_order,
     lies_whole,
+    made_places,
     numbers_in,
     places_of,
     relaid,
@@ -198,13 +199,9 @@ class Follower:
             data = sorted(data, key=lambda x: relaid(x.places, outputs[0].shape) is None)
         label = self.labels.add(kind, path, data, frames)
         self.calls[path].add(label)
-        places = relaid(data[0].places, outputs[0].shape)
         module = self.module.get_submodule(path) if path in self.paths else None
         first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
-        if first:
-            places = places_of(torch.Size((len(outputs[0]), *outputs[0].shape[2:], outputs[0].size(1)))).movedim(-1, 1)
-        elif kind == "embedding" and not bool(data[0].places.any()):
-            places = places_of(outputs[0].shape)  # patches of an image
+        places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         taken = [x.places.movedim(1, -1) if first else x.places for x in data if x.places.dim() > first]

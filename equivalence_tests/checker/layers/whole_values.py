@@ -251,6 +251,20 @@ def relaid(before: Tensor, shape: torch.Size) -> Tensor | None:
     return None
 
 
+def made_places(before: Tensor, shape: torch.Size, first: bool, embeds: bool) -> Tensor | None:
+    """Give the places of what a part makes; None where it has not the tokens that it is given.
+
+    Args:
+        before: The places of what it is given; all 0 in an image.
+        shape: Of what it makes.
+        first: Whether features stand behind the batch, as convolutions have them.
+        embeds: Whether it may make tokens of an image.
+    """
+    if first:
+        return places_of(torch.Size((shape[0], *shape[2:], shape[1]))).movedim(-1, 1)
+    return places_of(shape) if embeds and not bool(before.any()) else relaid(before, shape)
+
+
 def lies_whole(places: Tensor) -> bool:
     """Whether the last axis holds features of one token, in order."""
     return bool((places.diff(dim=-1) == 1).all())

@@ -174,7 +174,8 @@ class Whole:
 
     def _tolerance(self, masked: bool) -> float:
         """Allow for what the code, or a table of a part, computes in float32 whatever it is given."""
-        single = are_single(self._run(0, masked).recorder.operations)
+        run = self._run(0, masked)
+        single = are_single(run.operations[index] for index in run.live())
         return SINGLE if single or any(part.difference > EXACT for part in self.parts.values()) else EXACT
 
 

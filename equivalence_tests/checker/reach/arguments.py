@@ -124,9 +124,10 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"^shift_?(size)?$", lambda s: [0, (1, 1), 1]),
 )
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.
+ROTATES = r"^rope$|rotary|^pos(itional)?_?enc(oding)?$|^pos(ition)?_?emb(edding)?$"
 PARTS = (
     (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
-    (r"^rope$|rotary|^pos(itional)?_?enc(oding)?$|^pos(ition)?_?emb(edding)?$", r"rope|rotary|^pos.*(enc|emb)"),
+    (ROTATES, r"rope|rotary|^pos.*(enc|emb)"),
     (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
     (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
 )
@@ -203,5 +204,7 @@ def role_of_parameter(name: str) -> str:
 
     >>> [role_of_parameter(name) for name in ("queries", "x", "attention_mask", "memory", "v_in", "rotary_pos_emb")]
     ['query', 'input', 'mask', 'memory', 'value', 'angles']
+    >>> [role_of_parameter(name) for name in ("inputs_q", "inputs_kv", "prev", "top_k")]
+    ['query', 'memory', '', '']
     """
     return first_match(name, ROLE_NAMES, "")

@@ -24,6 +24,8 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 # ones before it cannot be called; the one tensor of a module holds heads only where it can be nothing else, not a film.
 OF_PIXELS = IMAGE, PIXELS = "b e l 1", "b l 1 e"
 VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class is embedded; as wide as tokens at first
+# What an argument may get whatever the tokens are.
+CONSTANTS: dict[str, Any] = {"=None": None, "=True": True, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
 POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
@@ -210,17 +212,7 @@ class Trial:
             tensor = form.build(may_attend, self.sizes.num_heads, self.dtype)
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
-            length = inputs.query.size(1)
-            width = columns_of(length)
-            constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
-            constants |= {"=height": length // width, "=width": width}
-            constants["=positions"] = torch.arange(self.first, self.first + length).expand(inputs.query.size(0), -1)
-            if role == "=state":
-                return empty_state(self.function, name, self.sizes, len(inputs.query))
-            if role.startswith("=("):
-                width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
-                return _drawn(len(inputs.query), (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
-            return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
+            return self._beside_tokens(name, role, *inputs.query.shape[:2])
         if role == "angles" and self.plan.angles is not None:
             x, angles, own = inputs.query.to(self.dtype), self.plan.angles, cast(Any, type(self.function))
             if angles.kind == "part":
@@ -234,6 +226,18 @@ class Trial:
         laid_out = to_layout(x, self.plan.layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out
+
+    def _beside_tokens(self, name: str, role: str, batch: int, length: int) -> Any:
+        """Give what an argument gets that holds no tokens: a constant, a size, positions, a state or a vector."""
+        width = columns_of(length)
+        made = CONSTANTS | {"=height": length // width, "=width": width}
+        made["=positions"] = torch.arange(self.first, self.first + length).expand(batch, -1)
+        if role == "=state":
+            return empty_state(self.function, name, self.sizes, batch)
+        if role.startswith("=("):
+            width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
+            return _drawn(batch, (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
+        return made[role] if role in made else value_for(role[1:], self.sizes)[1]
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from equivalence_tests.checker.reach.arguments import (
     OF_A_NUMBER,
     PARTS,
     PATCH_SIDE,
+    ROTATES,
     SIZES,
     Sizes,
     first_match,
@@ -349,7 +350,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
 
 def _inner(name: str, sizes: Sizes) -> list[Sizes]:
     """Give the sizes of a part that is handed over: what rotates is mostly called on one head."""
-    return [replace(sizes, num_heads=1), sizes] if re.search(PARTS[1][0], name) else [sizes]
+    return [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]
 
 
 def callers_scales(target: Any) -> dict[str, float]:

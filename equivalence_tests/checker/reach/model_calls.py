@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
-from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
+from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import POSITION, trials_of
 from equivalence_tests.checker.reach.proposing import exact_lengths, parameters_of, ranked
@@ -34,7 +34,6 @@ FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
 Given = Mapping[str, Tensor]
-CONSTANTS = {"=True": True, "=False": False, "=0": 0}  # what an argument may be given
 
 
 @dataclass(frozen=True)

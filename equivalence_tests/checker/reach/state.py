@@ -12,8 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Generic, TypeVar
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -198,9 +198,6 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     A single number that is frozen is a setting, such as a scale, and stays.
     """
     retype(module, dtype)
-    for child in module.modules():
-        if mode_around(getattr(type(child), "forward", None)):  # TorchScript has none; its gradients are compared too
-            child.forward = MethodType(inspect.unwrap(type(child).forward), child)
     module.eval()  # a train() of the user's own may return nothing
     settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
     randomize_parameters(module, seed=0)
@@ -221,6 +218,22 @@ def mode_around(function: Any) -> str:
         return ""
     factory = inspect.getclosurevars(function).nonlocals["ctx_factory"]
     return type(factory()).__name__
+
+
+@contextlib.contextmanager
+def outside_modes(found: Any) -> Iterator[str]:
+    """Let the forward of a class, or of a module's class, run without a decorator such as ``torch.no_grad()``.
+
+    Its sub-modules keep theirs: they would train where they do not.
+
+    Yields:
+        The name of the decorator; "" where there is none.
+    """
+    kind = found if isinstance(found, type) else type(found)
+    forward: Any = getattr(kind, "forward", None)
+    mode = mode_around(forward)
+    with mock.patch.object(kind, "forward", inspect.unwrap(forward)) if mode else contextlib.nullcontext():
+        yield mode
 
 
 @contextlib.contextmanager
