@@ -324,8 +324,13 @@ class Visible(NamedTuple):
         return to_score_bias(visible, q.dtype)
 
 
-def visible_from_sdpa(attn_mask: Any, is_causal: bool, query_len: int, key_len: int) -> Visible:
+def visible_from_sdpa(
+    attn_mask: Any, is_causal: bool, query_len: int, key_len: int, device: torch.device | None = None
+) -> Visible:
     """Read the masks of ``scaled_dot_product_attention`` (True = may look, a float bias, or a causal bias)."""
-    if validation.is_causal_bias(attn_mask):
-        return Visible(diagonal=key_len - query_len if attn_mask.variant.name == "LOWER_RIGHT" else 0)
-    return Visible(attn_mask, 0 if is_causal else None)
+    if not validation.is_causal_bias(attn_mask):
+        return Visible(attn_mask, 0 if is_causal else None)
+    sizes = validation.lower_right_sizes(attn_mask)
+    if sizes is None or sizes == (query_len, key_len):
+        return Visible(diagonal=0 if sizes is None else key_len - query_len)
+    return Visible(causal(*sizes, align="lower_right", device=device))  # it broadcasts, as any mask does

@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     validation.check_scaled_dot_product_attention((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
     query, key, value = (x.to(validation.autocast_dtype(x)) for x in (query, key, value))
     scale = usual_scale(query) if scale is None else scale
-    visible = masks.visible_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2))
+    visible = masks.visible_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2), query.device)
     kernel = chosen_kernel(query, key, value, visible, dropout_p)
     if kernel is not None:
         return laid_out_like(query, kernel(query, key, value, visible.score_bias, visible.diagonal, scale))

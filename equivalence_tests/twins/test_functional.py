@@ -296,6 +296,22 @@ class TestEdges:
             expected[f"gradient of {name}"] = expected[f"gradient of {name}"].unflatten(1, (3, -1)).sum(2)  # type: ignore[union-attr]
         assert_equal(found, expected)
 
+    @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+    @pytest.mark.parametrize("sizes", [(1, 1), (1, 7), (5, 1), (5, 5), (7, 7)], ids=str)
+    @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+    def test_a_causal_bias_of_other_sizes_is_what_torch_makes_of_it(self, sdpa: Any, make: Any, sizes: Any) -> None:
+        inputs = heads(query=(2, 3, 5, 11))
+        found = outputs_and_gradients(sdpa, inputs, attn_mask=make(*sizes))
+        with sdpa_kernel(SDPBackend.MATH):
+            assert_equal(found, outputs_and_gradients(F.scaled_dot_product_attention, inputs, attn_mask=make(*sizes)))
+
+    def test_a_causal_bias_that_does_not_broadcast_is_refused(self, sdpa: Any) -> None:
+        (query, key, value), bias = heads(query=(2, 3, 5, 11)).values(), causal_lower_right(5, 6)
+        with pytest.raises(ValueError, match=r"attn_mask must be broadcastable to .* got \(5, 6\)"):
+            sdpa(query, key, value, attn_mask=bias)
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
     def test_groups_share_keys_and_values(self, sdpa: Any) -> None:
         inputs = heads(query=(2, 65, 5, 11), key=(2, 5, 7, 11), value=(2, 5, 7, 13))
         output = sdpa(**inputs, enable_gqa=True)

@@ -1,6 +1,7 @@
 """What ``scaled_dot_product_attention`` is called with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ __all__ = [
     "check_head_dim_and_key_len",
     "check_scaled_dot_product_attention",
     "is_causal_bias",
+    "lower_right_sizes",
 ]
 
 
@@ -48,6 +50,8 @@ def check_scaled_dot_product_attention(
         )
     if not is_bias:
         _check_sdpa_mask(query, key, attn_mask, leading)
+    elif (sizes := lower_right_sizes(attn_mask)) is not None:
+        _check_sdpa_mask(query, key, torch.empty(sizes, dtype=torch.bool, device="meta"), leading)
 
 
 def is_causal_bias(attn_mask: object) -> bool:
@@ -57,6 +61,15 @@ def is_causal_bias(attn_mask: object) -> bool:
     from torch.nn.attention.bias import CausalBias  # it takes two seconds to import: whoever has one has done so
 
     return isinstance(attn_mask, CausalBias)
+
+
+def lower_right_sizes(causal_bias: Any) -> tuple[int, int] | None:
+    """Return the sizes of a causal bias through the lower right corner; None if it runs through the upper left one.
+
+    torch takes a square one for upper left, whatever the lengths are.
+    """
+    sizes = causal_bias.seq_len_q, causal_bias.seq_len_kv
+    return sizes if causal_bias.variant.name == "LOWER_RIGHT" and sizes[0] != sizes[1] else None
 
 
 def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
