@@ -29,10 +29,11 @@ from equivalence_tests.checker.engine.visibility import (
     probed,
     seen_in,
     triangle_of,
-    width_of_blocks,
 )
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.engine.windows import sides_of_windows
+from equivalence_tests.checker.reach.calling import OF_PIXELS, columns_of
 from equivalence_tests.checker.reach.construction import built_with
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
@@ -94,9 +95,9 @@ def missing_keys(situation: Situation) -> list[Departure]:
         learnt = not bool(met[:, : len(situation.inputs.key) * keys].any())
         if learnt or _rows_are_samples(situation) or int(met.sum()) >= int(asking.sum()) * keys:
             continue
-        window = width_of_blocks(met, queries)
-        settings = Evidence(judgement, situation.subject.module)
-        if window and (evidence := settings.width_named({window, window**0.5})):
+        drawn = situation.plan.layout in OF_PIXELS or "=width" in situation.plan.given
+        sides = sides_of_windows(met, queries, columns_of(queries) if drawn else 1)
+        if sides and (evidence := Evidence(judgement, situation.subject.module).width_named(sides)):
             return [Departure("own_mask", "mask", attention.first, evidence=evidence)]
         return [Departure("key_tokens_missing", "product", _cutting(attention))]
     return []

@@ -69,17 +69,6 @@ def met_in(judgement: Judgement) -> Tensor:
     return met
 
 
-def width_of_blocks(sees: Tensor, length: int) -> int:
-    """Give the number of tokens that see each other and no other, where samples of a length are cut into such blocks.
-
-    >>> width_of_blocks(torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool(), 4)
-    2
-    """
-    sample = torch.arange(len(sees)) // length
-    apart = not bool((sees & (sample[:, None] != sample)).any()) and bool(sees.diagonal()[sees.any(1)].all())
-    return int(sees.sum(1).max()) if apart and torch.equal(sees.double() @ sees.double() > 0, sees) else 0
-
-
 @torch.no_grad()
 def probed(
     trial: Trial, length: int, extra: Mapping[str, Any] | None = None, tokens: Iterable[int] | None = None

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.engine.windows import Windows, read_windows
+from equivalence_tests.checker.equivalent.blocks import apart_in, steps_to
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Slice
 from equivalence_tests.checker.equivalent.parameters import paired
@@ -28,24 +30,24 @@ class Visible:
         least: Of the distance; 0 hides the future.
         most: Of the distance; the length of a window. None for any.
         from_end: Whether the last query stands beside the last key; else the first beside the first.
-        block: The length of the windows into which the tokens are cut; None for one of all.
+        windows: Into which the tokens are cut; None for one of all.
         evidence: What says that it is intended, if that is known.
     """
 
     least: int | None = None
     most: int | None = None
     from_end: bool = False
-    block: int | None = None
+    windows: Windows | None = None
     evidence: str = field(default="", compare=False)
 
     @property
     def is_everything(self) -> bool:
         """Whether nothing is hidden."""
-        return self.least is None and self.most is None and self.block is None
+        return self.least is None and self.most is None and self.windows is None
 
     def __str__(self) -> str:
-        if self.block is not None:
-            return f"the tokens are cut into windows of {self.block}"
+        if self.windows is not None:
+            return str(self.windows)
         if self.least == 0 and self.most is None:
             return "the future is hidden" + (", counted from the last key" if self.from_end else "")
         return f"a query sees keys at distances from {self.least} to {self.most} only"
@@ -56,9 +58,8 @@ class Visible:
         Args:
             gap: query - key, (q, k).
         """
-        if self.block is not None:
-            query, key = (torch.arange(length) // self.block for length in gap.shape)
-            return query[:, None] != key
+        if self.windows is not None:
+            return self.windows.hidden(*gap.shape)
         gap = gap + gap.size(1) - gap.size(0) if self.from_end else gap
         low = torch.zeros_like(gap, dtype=torch.bool) if self.least is None else gap < self.least
         return low if self.most is None else low | (gap > self.most)
@@ -179,6 +180,17 @@ class Bias:
         own = (rows >= 0).all(0) if self.rows is None else self.rows == torch.arange(rows.size(1))[:, None]
         return {int(one): rows[:, (gap == one) & own].mT.unique(dim=0) for one in gap[own].unique()}
 
+    @property
+    def mixes_distances(self) -> bool:
+        """Whether places of an image that lie apart otherwise share elements of a table, as where its width is off."""
+        if self.learnt is None or self.meets:
+            return False
+        rows = torch.where(self.learnt < 0, -1, self.learnt)[..., 0]
+        if steps_to(rows) is not None or rows.size(1) != rows.size(2):
+            return False
+        sides = (width for width in range(2, rows.size(1)) if rows.size(1) % width == 0)
+        return any(_shares(steps, rows, width) for width in sides if (steps := steps_to(rows, width)) is not None)
+
     def is_continued_by(self, other: "Bias") -> bool:
         """Whether a distance has the same vector at other lengths."""
         mine, theirs = self._of_each_distance, other._of_each_distance
@@ -268,6 +280,13 @@ def _without_constant(bias: Tensor) -> Tensor:
     return bias - torch.where(top.isinf(), 0.0, top)
 
 
+def _shares(steps: list[int], rows: Tensor, image: int) -> bool:
+    """Whether two distances that are seen in an image lead to one element."""
+    down, right = apart_in(image, rows.size(1))
+    seen = torch.stack([down, right], -1)[rows[0] >= 0].unique(dim=0)
+    return len((seen @ torch.tensor(steps[2:])).unique()) < len(seen)
+
+
 def _above_lowest(bias: Tensor, hidden: Tensor) -> Tensor:
     low = torch.where(hidden, torch.inf, bias).amin(-1, keepdim=True)
     return torch.where(hidden, 0.0, bias - torch.where(low.isinf(), 0.0, low))
@@ -287,7 +306,7 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
         Visible(int(seen.min()), int(seen.max())),
         Visible(None, int(seen.max())),
     ]
-    tried += [Visible(block=length) for length in range(1, gap.size(0))]
+    tried += [Visible(windows=read_windows(~hidden[0]))]
     found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)
     if found is None:
         raise UnreadError("what is hidden follows no rule of the distance")

@@ -162,16 +162,47 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
     return lines
 
 
-def index_of(places: Tensor) -> str:
-    """Write which element of a table each head, query and key takes: by even steps, or else one by one."""
+def index_of(places: Tensor, image: int = 1, width: str = "") -> str:
+    """Write which element of a table each head, query and key takes: by even steps, or else one by one.
+
+    Args:
+        places: (h, q, k); -1 where the score is hidden.
+        image: How wide the image is whose rows the tokens are; 1 for a sequence.
+        width: What that is called.
+    """
+    steps = steps_to(places, image)
+    if steps is None:
+        return f"torch.tensor({places.clamp_min(0).tolist()})"
+    width, hidden = width or str(image), bool((places < 0).any())
+    names = ["torch.arange(query.size(-2))[:, None]", "torch.arange(key.size(-2))"]
+    names = [f"(queries[:, None] {x} {width} - keys {x} {width})" for x in ("//", "%")] if image > 1 else names
+    names = [f"torch.arange({len(places)})[:, None, None]", *names]
+    written = " + ".join([str(steps[0]), *(f"{step} * {name}" for step, name in zip(steps[1:], names, strict=True))])
+    return f"({written}).clamp(0, {int(places.max())})" if hidden else written
+
+
+def steps_to(places: Tensor, image: int = 1) -> list[int] | None:
+    """Find the first place, and the steps by head, query and key, or by head and distance in an image.
+
+    Args:
+        places: (h, q, k); -1 where the score is hidden.
+        image: How wide the image is; 1 for a sequence.
+
+    Returns:
+        None where no such steps lead to all places.
+    """
     heads, queries, keys = places.shape
-    first = int(places[0, 0, 0])
-    steps = [int(x) - first for x in (places[-1, 0, 0], places[0, -1, 0], places[0, 0, -1])]
-    per_head, per_query, per_key = (step // max(n - 1, 1) for step, n in zip(steps, places.shape, strict=True))
-    axes = torch.meshgrid(torch.arange(heads), torch.arange(queries), torch.arange(keys), indexing="ij")
-    even = first + per_head * axes[0] + per_query * axes[1] + per_key * axes[2]
-    if not torch.equal(even, places):
-        return f"torch.tensor({places.tolist()})"
-    of_head = f"{per_head} * torch.arange({heads})[:, None, None]"
-    of_query = f"{per_query} * torch.arange(query.size(-2))[:, None]"
-    return f"{first} + {of_head} + {of_query} + {per_key} * torch.arange(key.size(-2))"
+    line = torch.arange(queries)[:, None], torch.arange(keys)[None]
+    axes = torch.ones(1, 1), torch.arange(heads)[:, None, None], *(apart_in(image, keys) if image > 1 else line)
+    seen = places >= 0
+    every = torch.stack([x.expand(places.shape)[seen] for x in axes], -1).double()
+    wanted = places[seen][:, None].double()
+    found = torch.linalg.lstsq(every, wanted, driver="gelsd").solution.round()
+    return found[:, 0].int().tolist() if torch.equal(every @ found, wanted) else None
+
+
+def apart_in(image: int, length: int) -> tuple[Tensor, Tensor]:
+    """Give how many rows and columns lie from each key to each query, in an image so wide, (l, l)."""
+    places = torch.arange(length)
+    down, right = ((x[:, None] - x) for x in (places // image, places % image))
+    return down, right

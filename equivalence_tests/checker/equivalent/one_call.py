@@ -14,6 +14,7 @@ from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination, inputs_of, is_data
 from equivalence_tests.checker.engine.watching import ModuleCall
+from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
@@ -158,9 +159,9 @@ def _holding(found: Examination, layout: Layout) -> Holding:
 
 def _cut_by(call: Call, program: Program) -> str:
     """Windows of tokens are intended where an argument holds where each begins."""
-    block = program.bias.visible.block
+    windows = program.bias.visible.windows
     starts = {name: x for name, x in call.tensors if not x.is_floating_point() and x.dim() == 1 and len(x) > 1}
-    named = (name for name, x in starts.items() if int(x[0]) == 0 and int(x.diff()[0]) == block)
+    named = (name for name, x in starts.items() if int(x[0]) == 0 and windows == Windows(int(x.diff()[0])))
     return next((f"the argument {name} says where each begins" for name in named), "")
 
 

@@ -318,9 +318,11 @@ class Program:
             name = parameters.name_at(int(self.bias.learnt.max()))
             what = f"what the queries and {name} say together" if self.bias.meets else name
             of_distance = ", a vector for each distance" * self.bias.is_of_distance
-            said = f"the parameter {name}{of_distance}" if of_distance or not self.bias.meets else ""
+            plain = not self.bias.meets and not self.bias.mixes_distances
+            said = f"the parameter {name}{of_distance}" if of_distance or plain else ""
             stage = "scores" if said else "again"  # that a parameter takes part says nothing for where
-            yield Step(f"{what} is added to the scores", said, stage)
+            shared = ", one element for distances in the image that differ" * self.bias.mixes_distances
+            yield Step(f"{what} is added to the scores{shared}", said, stage)
         if self.bias.relative is not None or self.query.more is not None:
             yield self._relative(parameters)
         if self.bias.given is not None:

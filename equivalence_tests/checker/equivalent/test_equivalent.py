@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
@@ -659,7 +660,7 @@ def test_rows_of_parameters_are_written_as_python(shape: tuple[int, ...], places
         (Visible(0), [[1, 0, 0], [1, 1, 0]]),
         (Visible(0, from_end=True), [[1, 1, 0], [1, 1, 1]]),
         (Visible(0, 0), [[1, 0, 0], [0, 1, 0]]),
-        (Visible(block=2), [[1, 1, 0], [1, 1, 0]]),
+        (Visible(windows=Windows(2)), [[1, 1, 0], [1, 1, 0]]),
     ],
 )
 def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:

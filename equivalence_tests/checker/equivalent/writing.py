@@ -18,6 +18,7 @@ from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.arguments import ROLES
+from equivalence_tests.checker.reach.calling import OF_PIXELS
 from equivalence_tests.checker.reach.masking import MaskForm
 
 SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between projections."
@@ -27,6 +28,8 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
     "l b e": (".transpose(0, 1)", ".transpose(0, 1)"),
     "l e": ("[None]", "[0]"),
     "b e l": (".mT", ".mT"),
+    "b e l 1": (".flatten(2).mT", ".mT.unflatten(2, (-1, width))"),
+    "b l 1 e": (".flatten(1, 2)", ".unflatten(1, (-1, width))"),
     "b h l d": (".transpose(1, 2).flatten(2)", ""),
     "b l h d": (".flatten(2)", ""),
 }
@@ -144,9 +147,16 @@ class AttentionWriter:
 
     def _inward(self) -> Iterator[str]:
         turn = LAYOUTS[self.signature.layout][0]
+        if self.signature.layout in OF_PIXELS:
+            yield f"width = {next(iter(self._kinds))}.size({self.signature.layout.split().index('1')})  # of the image"
         for name, kind in self._kinds.items() if turn else ():
             turned = f"{name}{turn}" if kind == "Tensor" else f"[x{turn} for x in {name}]"
             yield f"{name} = {turned}  # (batch, tokens, features)"
+
+    @property
+    def _width(self) -> Text | None:
+        """How wide the image is that is handed over."""
+        return Text("width", self.writer) if self.signature.layout in OF_PIXELS else None
 
     def _outward(self, expression: Any) -> str:
         """Lay it out as the user's code returns it."""
@@ -345,9 +355,9 @@ class AttentionWriter:
         yield f"{role} = torch.cat([{role}[..., :{first}], {whole}, {role}[..., {end}:]], -1)"
 
     def _score_bias(self) -> Iterator[str]:
-        bias = self.program.bias
-        if bias.given is not None or bias.visible.block is not None:
-            raise UnreadError("the mask of one call, and windows that tokens are cut into, cannot be written down")
+        bias, visible = self.program.bias, self.program.bias.visible
+        if bias.given is not None:
+            raise UnreadError("the mask of one call cannot be written down")
         if not self._has_mask and (bias.is_none or (bias.is_causal and not self._is_by_hand)):
             return
         if bias.is_none and not self._is_by_hand:
@@ -361,10 +371,10 @@ class AttentionWriter:
             yield f"places = {places}"
             apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
             yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
-        elif bias.slopes is not None or bias.relative is not None or not bias.visible.is_everything:
+        elif any(x is not None for x in (bias.slopes, bias.relative, visible.windows, visible.least, visible.most)):
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
-            from_end = " + key.size(-2) - query.size(-2)" if bias.visible.from_end else ""
-            yield f"distance = queries[:, None] - keys{from_end}"
+            from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
+            yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)
         if bias.slopes is not None:
             yield f"bias = bias - torch.tensor({bias.slopes.tolist()}).to(bias)[:, None, None] * distance.abs()"
         if bias.learnt is not None:
@@ -375,10 +385,13 @@ class AttentionWriter:
             yield f"bias = bias + {bias.factor!r} * {learnt}"
         if bias.relative is not None:
             yield from self._relative(bias.relative)
-        if bias.visible.least is not None:
-            yield f"bias = bias.masked_fill(distance < {bias.visible.least}, -torch.inf)"
-        if bias.visible.most is not None:
-            yield f"bias = bias.masked_fill(distance > {bias.visible.most}, -torch.inf)"
+        if visible.windows is not None:
+            queries, keys = (visible.windows.of(Text(x, self.writer), self._width) for x in ("queries", "keys"))
+            yield f"bias = bias.masked_fill(({queries})[:, None] != {keys}, -torch.inf)  # not in its window"
+        if visible.least is not None:
+            yield f"bias = bias.masked_fill(distance < {visible.least}, -torch.inf)"
+        if visible.most is not None:
+            yield f"bias = bias.masked_fill(distance > {visible.most}, -torch.inf)"
         if self._has_mask:
             yield f"if {self.signature.mask} is not None:"
             yield f"    bias = bias.masked_fill({self._hidden()}, -torch.inf)"
@@ -402,7 +415,9 @@ class AttentionWriter:
         first = index[..., :1] // width
         if not torch.equal(index, torch.where(places < 0, 0, first * width + torch.arange(width))):
             raise UnreadError("vectors that lie across a table cannot be written down")
-        return f"{self.writer.parameter(name)}.{laid.format(width=width)}[{index_of(first[..., 0])}]"
+        windows, rows = self.program.bias.visible.windows, torch.where(places < 0, -1, first)[..., 0]
+        row = index_of(rows) if windows is None else index_of(rows, windows.image, str(self._width or ""))
+        return f"{self.writer.parameter(name)}.{laid.format(width=width)}[{row}]"
 
     def _projected(self) -> str:
         output = self.program.output

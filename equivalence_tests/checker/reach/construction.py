@@ -59,13 +59,13 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
-
 ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
 LAYER = re.compile(r"(Encoder|Decoder|Transformer)\w*(Layer|Block)$")
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
 ASKED_FOR = re.compile(r"norm|scale|proj|bias|residual")  # what torch has; other switches stay off
 COUNT = re.compile(r"(^|_)num_")
+SQUARED = r"\b{0}\s*(-\s*1\s*\)\s*)?(\*\*\s*2|\*\s*\(?[\w.* ]*{0})\b"  # a name, in the text of a file
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
@@ -339,7 +339,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     guesses += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]
     guesses += [ImitatedConfig(sizes)]
     if ambiguous := first_match(name, AMBIGUOUS, None):
-        squared = re.search(rf"\b{name}\s*(\*\*\s*2|\*\s*(self\.)?{name})\b", source_of(target))
+        squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
         guesses = [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
     elif isinstance(value, str) and re.search("Callable|Module", str(asked)):  # an activation, by name or as it is
         guesses = [nn.ReLU(), value]

@@ -337,4 +337,5 @@ def exact_lengths(module: nn.Module) -> list[int]:
     held = (pair for child in module.modules() for pair in vars(child).items())
     named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
     grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
-    return [n for n in dict.fromkeys([*learned, *grids, *indices]) if SHORT < n <= LONGEST]
+    sides = [side for side in map(math.isqrt, indices) if side**2 in indices]  # of (len, len), end to end
+    return [n for n in dict.fromkeys([*learned, *grids, *sides, *indices]) if SHORT < n <= LONGEST]

@@ -680,6 +680,21 @@ class OfSquareWindows(nn.Module):
         self.q, self.pairs = nn.Linear(dim, dim), nn.Parameter(torch.zeros(self.tokens, self.tokens))
 
 
-def test_the_side_of_a_window_is_short() -> None:
-    made, _ = next(iter(build(OfSquareWindows)))
-    assert made.tokens < MAX_LEN
+class OfDistancesInWindows(nn.Module):
+    """Keeps a number for each distance in a window, and which of them each pair of tokens has, end to end."""
+
+    def __init__(self, dim: int, window_size: int) -> None:
+        super().__init__()
+        self.tokens = window_size * window_size
+        self.q, self.table = nn.Linear(dim, dim), nn.Parameter(torch.zeros((2 * window_size - 1) ** 2, 3))
+        self.register_buffer("index", torch.zeros(self.tokens, self.tokens, dtype=torch.long).flatten())
+
+
+@pytest.mark.parametrize("made", [OfSquareWindows, OfDistancesInWindows])
+def test_the_side_of_a_window_is_short(made: Any) -> None:
+    built, _ = next(iter(build(made)))
+    assert built.tokens < MAX_LEN
+
+
+def test_an_index_end_to_end_is_that_of_a_square() -> None:
+    assert exact_lengths(OfDistancesInWindows(33, 3)) == [9, 81]

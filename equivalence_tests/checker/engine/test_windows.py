@@ -1,0 +1,133 @@
+"""Windows of images, as Swin cuts them: moved and masked, with a table of their distances."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.verify import verify
+
+
+def distances(side: int) -> Tensor:
+    """Rows and columns between the tokens of a window, (tokens, tokens, 2), from 0."""
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    return places[:, None] - places + side - 1
+
+
+class InWindows(nn.Module):
+    """Takes images, features last; each window attends to itself."""
+
+    shift = 0
+    back = 0
+
+    def __init__(self, dim: int, num_heads: int, window_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.window_size = num_heads, window_size
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.table = nn.Parameter(torch.zeros((2 * window_size - 1) * (2 * window_size - 1), num_heads))
+        self.register_buffer("index", self.indices(window_size))
+
+    def indices(self, side: int) -> Tensor:
+        down, right = distances(side).unbind(-1)
+        return down * (2 * side - 1) + right
+
+    def cut(self, x: Tensor) -> Tensor:
+        batch, height, width, dim = x.shape
+        side = self.window_size
+        return x.view(batch, height // side, side, width // side, side, dim).transpose(2, 3).reshape(-1, side**2, dim)
+
+    def put_back(self, x: Tensor, shape: torch.Size) -> Tensor:
+        batch, height, width, dim = shape
+        side = self.window_size
+        return x.view(batch, height // side, width // side, side, side, dim).transpose(2, 3).reshape(shape)
+
+    def bias(self) -> Tensor | float:
+        return self.table[self.get_buffer("index")].permute(2, 0, 1)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Where the moved image has an edge in a window, (windows, 1, tokens, tokens)."""
+        region = torch.zeros(1, *x.shape[1:3], 1)
+        edges = slice(0, -self.window_size), slice(-self.window_size, -self.shift), slice(-self.shift, None)
+        for number, (rows, columns) in enumerate((rows, columns) for rows in edges for columns in edges):
+            region[:, rows, columns] = number
+        regions = self.cut(region)[..., 0]
+        return (regions[:, None] != regions[:, :, None])[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x.roll((-self.shift, -self.shift), (1, 2))
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.cut(self.qkv(moved)).chunk(3, -1)
+        )
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + self.bias()
+        if self.shift:
+            scores = scores.unflatten(0, (len(x), -1)).masked_fill(self.hidden(x), -torch.inf).flatten(0, 1)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        back: Tensor = self.proj(self.put_back(out, x.shape)).roll((self.back, self.back), (1, 2))
+        return back
+
+
+class Moved(InWindows):
+    shift = back = 2
+
+
+class FeaturesFirst(InWindows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Strips(InWindows):
+    """Forgets to bring the rows of a window together."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        batch, height, width, dim = x.shape
+        side = self.window_size
+        return x.view(batch, height // side, side, width // side, side, dim).reshape(-1, side**2, dim)
+
+    def put_back(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.view(shape)
+
+
+class SharesElements(InWindows):
+    """Does not multiply the rows by the width of the table."""
+
+    def indices(self, side: int) -> Tensor:
+        return distances(side).sum(-1)
+
+
+class SeesRoundTheEdge(Moved):
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x).new_zeros(())
+
+
+class StaysMoved(Moved):
+    back = 0
+
+
+@pytest.mark.parametrize("made", [Moved, FeaturesFirst])
+def test_windows_of_an_image_are_equal_to_a_mask_and_a_table(made: type[InWindows]) -> None:
+    report = verify(made)
+    assert (report.verdict, report.mistakes) == ("equal", ())
+    assert report.equivalent is not None
+    text = report.equivalent.source
+    assert "# not in its window" in text
+    assert "queries[:, None] // width - keys // width" in text
+    module = made(33, 3, 4).double()
+    nn.init.normal_(module.table)
+    images = torch.randn((2, 33, 8, 12) if made is FeaturesFirst else (2, 8, 12, 33), dtype=torch.float64)
+    torch.testing.assert_close(report.equivalent.of(module)(images), module(images))
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (Strips, "Not every key takes part"),
+        (SharesElements, "one element for distances in the image that differ"),
+        (SeesRoundTheEdge, "follows no rule of the distance"),
+        (StaysMoved, "tokens in a different order"),
+    ],
+)
+def test_wrong_windows_are_not_equal(made: type[InWindows], reason: str) -> None:
+    report = verify(made)
+    assert report.verdict == "unchecked"
+    assert reason in report.reason
