@@ -152,14 +152,15 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
             x.copy_(case.initial[name])
     parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
-    args, kwargs, _ = call.fresh(leaves={id(x): leaves[name] for name, x in call.tensors if name in leaves})
+    instead = {id(x): leaves[name] for name, x in call.tensors if name in leaves}
+    args, kwargs, _ = call.fresh(leaves=instead)
     with torch.set_grad_enabled(gradients):
         with keeping_state(call.module):
             torch.default_generator.manual_seed(5)
             theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
-        given = {name: layout.inward(x.double()) for name, x in leaves.items()}
+        given = layout.given(call, instead)
         ours = program(given, call.module, parameters, case.may_attend).double()
         if ours.dim() == 3 and ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
             theirs = theirs.transpose(0, 1)  # one token of each sample, without its axis

@@ -206,6 +206,7 @@ def signature_of(situation: Situation) -> Signature:
         plan.mask_parameter,
         situation.understood,
         returned.dim() < 4,
+        Layout.of(situation.trial).tables,
     )
 
 

@@ -345,7 +345,8 @@ class Program:
             return Step(f"{name} is added to the queries", f"the parameter {name}", "again")
         added = relative.added(self.query, parameters)
         here, there = (", ".join(names) or "nothing" for names in added)
-        words = f"the queries plus {here} meet a sinusoid of each distance, projected by "
+        met = f"the vector in {relative.table}" if relative.table else "a sinusoid"
+        words = f"the queries plus {here} meet {met} of each distance, projected by "
         words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} meet the keys"
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""

@@ -115,8 +115,7 @@ class Proving:
         """Give what a program computes from, with fresh inputs."""
         call = self.situation.call
         _, _, copies = call.fresh(seed)
-        given = {name: self.layout.inward(copies[id(x)].double()) for name, x in call.tensors if id(x) in call.seeds}
-        return Values(given, call.module, Parameters.of(call.module))
+        return Values(self.layout.given(call, copies), call.module, Parameters.of(call.module))
 
     def _run(self, seed: int, patches: Mapping[int, Patch]) -> Tensor:
         run = self.situation.call.run(patches, seed=seed, read=False)

@@ -1,11 +1,12 @@
 """Transformer-XL's relative positions: queries with a bias of their own meet a projected sinusoid of each distance."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import Projection
@@ -19,7 +20,7 @@ Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parame
 
 @dataclass(frozen=True)
 class Relative:
-    """What is added to the scores: factor * (query · weight · sinusoid(query's place - key's place)).
+    """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias)).
 
     Args:
         query: How the queries are made that meet the sinusoids.
@@ -27,6 +28,9 @@ class Relative:
         factor: What the products are multiplied by.
         halves: Whether all sines come first, then all cosines; else they alternate.
         backwards: Whether the distance is counted from the query to the key.
+        table: The argument that holds vectors in the place of sinusoids; "" for none.
+        of_pairs: Whether it holds one for each query and key, (q, k, features); else one for each distance.
+        bias: The places of what the projection adds, (h, d); None for nothing.
     """
 
     query: Projection  # whose bias is that of its projection, and whose second one is what these have alone
@@ -34,17 +38,24 @@ class Relative:
     factor: float = 1.0
     halves: bool = False
     backwards: bool = False
+    table: str = ""
+    of_pairs: bool = False
+    bias: Tensor | None = None
 
     def __call__(self, values: Values, key_len: int) -> Tensor:
         """Give what is added, (b, h, q, k)."""
-        query = self.query(values)
-        vectors = self.sinusoids(query.size(-2), key_len) @ values.parameters.taken(self.weight).flatten(0, 1).mT
+        query, taken = self.query(values), values.parameters.taken
+        bias = None if self.bias is None else taken(self.bias).flatten()
+        vectors = F.linear(self.positions(values, query.size(-2), key_len), taken(self.weight).flatten(0, 1), bias)
         vectors = vectors.unflatten(-1, self.weight.shape[:2])
         return self.factor * torch.einsum("bhqd,qkhd->bhqk", query, vectors)
 
-    def sinusoids(self, queries: int, keys: int) -> Tensor:
-        """Give the sinusoids of all distances, (q, k, features)."""
+    def positions(self, values: Values, queries: int, keys: int) -> Tensor:
+        """Give the sinusoids of all distances, or what is handed over in their place, (q, k, features)."""
         apart = torch.arange(queries)[:, None] - torch.arange(keys)
+        if self.table:
+            given = values.given[self.table]
+            return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
         width = self.weight.size(-1)
         steps = BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = (-apart if self.backwards else apart)[..., None] * steps
@@ -65,13 +76,17 @@ class Relative:
         return here, [name for name in parameters.names_at(query.biases) if name not in own]
 
 
-def read_relative(query: Projection, gradients: Gradients, values: Values) -> Relative | None:
+def read_relative(
+    query: Projection, gradients: Gradients, values: Values, lengths: tuple[int, int], tables: Sequence[str]
+) -> Relative | None:
     """Read relative positions off the score of the second query and the first key in each head.
 
     Args:
         query: As queries meet keys.
         gradients: Of these scores, without those of what projects queries and keys.
         values: Of the run.
+        lengths: How many queries and keys there are.
+        tables: The arguments that may hold a vector for each distance, or each pair.
 
     Returns:
         None where it is something else.
@@ -80,24 +95,30 @@ def read_relative(query: Projection, gradients: Gradients, values: Values) -> Re
     if query.bias is None or query.change != Change() or len(matrices) != 1:
         return None
     ((weight, numbers),) = matrices
-    for one in _with_other_biases(query, vectors, values.parameters):
+    for one in _with_other_biases(query, [places for places, _ in vectors], values.parameters):
         with torch.no_grad():
             met = one.projected(values)[0, :, 1]
-        for halves, backwards in itertools.product((False, True), repeat=2):
-            found = Relative(one, weight, 1.0, halves, backwards)
-            wanted = met[..., None] * found.sinusoids(2, 1)[1, 0]
-            factor = float((wanted * numbers).sum() / wanted.square().sum())
-            if torch.allclose(numbers, factor * wanted, rtol=0, atol=NEAR * float(numbers.abs().max())):
+        for halves, backwards, table in itertools.product((False, True), (False, True), tables or ("",)):
+            found = Relative(one, weight, 1.0, halves, backwards, table, bool(table) and len(values.given[table]) > 1)
+            factor = _factor(numbers, met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0])
+            if factor is not None:
                 usual = (x for x in (met.size(-1) ** -0.5, 1.0) if abs(factor / x - 1) < NEAR)
-                return replace(found, factor=next(usual, factor))
+                biases = [places for places, of_bias in vectors if _factor(of_bias, met) is not None]
+                return replace(found, factor=next(usual, factor), bias=biases[0] if biases else None)
     return None
+
+
+def _factor(numbers: Tensor, wanted: Tensor) -> float | None:
+    """Find by how much numbers are those that are wanted; None where they are others."""
+    factor = float((wanted * numbers).sum() / wanted.square().sum())
+    return factor if torch.allclose(numbers, factor * wanted, rtol=0, atol=NEAR * float(numbers.abs().max())) else None
 
 
 def _by_parameter(
     gradients: Gradients, parameters: Parameters, width: int
-) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Take apart what each head is made with: matrices, (h, d, features), with their gradients, and vectors, (h, d)."""
-    matrices, vectors = list[tuple[Tensor, Tensor]](), list[Tensor]()
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Take apart what each head is made with: matrices, (h, d, features), and vectors, (h, d), with their gradients."""
+    matrices, vectors = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for name in parameters.names_at(torch.cat([places for places, _ in gradients])):
         start = parameters.start[name]
         inside = [(x >= start) & (x < start + parameters.named[name].numel()) for x, _ in gradients]
@@ -106,7 +127,7 @@ def _by_parameter(
             return [], []
         places, numbers = (torch.stack(one).view(len(every), width, -1) for one in zip(*every, strict=True))
         if places.size(-1) == 1:
-            vectors.append(places[..., 0])
+            vectors.append((places[..., 0], numbers[..., 0]))
         else:
             matrices.append((places, numbers))
     return matrices, vectors

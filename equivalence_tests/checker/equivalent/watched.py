@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Rec
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.reach.calling import Trial, from_layout
+from equivalence_tests.checker.reach.calling import TABLES, Trial, from_layout
 from equivalence_tests.checker.reach.tracing import tensors_in
 
 EXACT, SINGLE = 1e-9, 2e-5  # relative; the second where a part is computed in float32
@@ -31,21 +31,31 @@ class Layout:
         inward: From an argument to (batch, tokens, features).
         outward: From the output to the same.
         output: Finds the output in what came back.
+        tables: The arguments that hold relative positions.
     """
 
     inward: Callable[[Tensor], Tensor]
     outward: Callable[[Tensor], Tensor]
     output: Callable[[Any], Tensor]
+    tables: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, trial: Trial) -> Self:
         """Say how a trial lays out its arguments and its output."""
         batch_first = partial(from_layout, layout=trial.plan.layout)
-        return cls(batch_first, batch_first, lambda returned: list(tensors_in((returned,)))[trial.plan.output])
+        tables = tuple(name for name, role in trial.plan.roles if role in TABLES)
+        return cls(batch_first, batch_first, lambda made: list(tensors_in((made,)))[trial.plan.output], tables)
 
-    def given(self, call: Call) -> dict[str, Tensor]:
-        """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
-        return {name: self.inward(x.detach().double()) for name, x in call.tensors if id(x) in call.seeds}
+    def given(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
+        """Give the tokens among the arguments of a call by name, each as (batch, tokens, features), and its tables.
+
+        Args:
+            call: The call.
+            instead: What stands in the place of some of its tensors, by their ids.
+        """
+        stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
+        tokens = {name: self.inward(stands.get(id(x), x.detach()).double()) for name, x in data}
+        return tokens | {name: x.detach().double() for name, x in call.tensors if name in self.tables}
 
 
 @dataclass(eq=False)

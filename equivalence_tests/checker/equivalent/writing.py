@@ -67,6 +67,7 @@ class Signature:
         mask: The name of its mask; "" for none.
         form: How that is understood; None where it is not known.
         merged: Whether heads that are handed over come back side by side.
+        tables: The arguments that hold relative positions.
     """
 
     target: str
@@ -75,6 +76,7 @@ class Signature:
     mask: str = ""
     form: MaskForm | None = None
     merged: bool = True
+    tables: tuple[str, ...] = ()
 
 
 @dataclass
@@ -112,6 +114,7 @@ class AttentionWriter:
 
     def __post_init__(self) -> None:
         names = [f"{name}: {kind}" for name, kind in self._kinds.items()]
+        names += [f"{name}: Tensor" for name in self.signature.tables]
         names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
         module, target = self.module or nn.Module(), self.signature.target
         heads, width = self.program.query.weight.shape[:2]
@@ -399,13 +402,20 @@ class AttentionWriter:
     def _relative(self, relative: Relative) -> Iterator[str]:
         """Write what queries say to the distance of a key."""
         heads, width, features = relative.weight.shape
-        steps = f"({BASE!r} ** (-torch.arange(0, {features}, 2) / {features})).to(bias)"
-        yield f"angles = {'-' if relative.backwards else ''}distance[..., None] * {steps}"
-        both = "(angles.sin(), angles.cos()), -1)"
-        yield f"sinusoids = {f'torch.cat({both}' if relative.halves else f'torch.stack({both}.flatten(-2)'}"
-        self.writer.linear("relative_proj", relative.weight.flatten(0, 1), None)
-        yield f"vectors = self.relative_proj(sinusoids).unflatten(-1, ({heads}, {width}))"
-        yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, vectors)"
+        self.writer.linear(
+            "relative_proj", relative.weight.flatten(0, 1), None if relative.bias is None else relative.bias.flatten()
+        )
+        if relative.table:
+            row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
+            yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
+        else:
+            steps = f"({BASE!r} ** (-torch.arange(0, {features}, 2) / {features})).to(bias)"
+            yield f"angles = {'-' if relative.backwards else ''}distance[..., None] * {steps}"
+            both = "(angles.sin(), angles.cos()), -1)"
+            yield f"sinusoids = {f'torch.cat({both}' if relative.halves else f'torch.stack({both}.flatten(-2)'}"
+            yield "vectors = self.relative_proj(sinusoids)"
+        each = f"vectors.unflatten(-1, ({heads}, {width}))"
+        yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
         if self.program.bias.rows is not None:

@@ -27,6 +27,7 @@ VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class i
 # What an argument may get whatever the tokens are.
 CONSTANTS: dict[str, Any] = {"=None": None, "=True": True, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
 POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
+TABLES = OF_DISTANCES, OF_PAIRS = "=(1, 2 len - 1, features)", "=(len, len, features)"  # relative positions
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
 LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
@@ -234,6 +235,9 @@ class Trial:
         made["=positions"] = torch.arange(self.first, self.first + length).expand(batch, -1)
         if role == "=state":
             return empty_state(self.function, name, self.sizes, batch)
+        if role in TABLES:
+            rows = (1, (2 * length - 1,)) if role == OF_DISTANCES else (length, (length,))
+            return _drawn(*rows, self.sizes.embed_dim, sum(name.encode()), self.dtype)[0].clone()
         if role.startswith("=("):
             width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
             return _drawn(batch, (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()

@@ -244,8 +244,9 @@ def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
         return None
     kind = "".join(next(iter(OF_TYPE.findall(str(error))), ""))
     why = f"{ast.unparse(suspects[0])} is of type {kind} in every call"
-    if kind == "NoneType":
-        return Fault(why, "Return the value there.", places[-1])
+    fixes = {"NoneType": "Return the value there.", "module": "Import what is to be called from it."}
+    if kind in fixes:
+        return Fault(why, fixes[kind], places[-1])
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     return Fault(why, f"Use math.{name}." if hasattr(math, name) else "Give it what is taken there.", places[-1])
 

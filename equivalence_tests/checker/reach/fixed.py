@@ -6,7 +6,7 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, ModuleType
 
 from torch import nn
 
@@ -117,6 +117,9 @@ class Scope:
         if before and (given is None or any(spans(one, x.lineno) for one in always for x in before)):
             last = max(x.lineno for x in before)
             return replace(self, line=last)._all(_value_stored(x, inside) for x in before)
+        if given is None and not stored and isinstance(self.names.get(name), ModuleType):
+            imports = (x for x in nodes_in(self.path) if isinstance(x, ast.Import | ast.ImportFrom))
+            return next(((self.path, x.lineno) for x in imports if name in {y.asname or y.name for y in x.names}), None)
         if given is None or before:
             return None
         value = self.names.get(name) if self.line else 0

@@ -31,6 +31,7 @@ from equivalence_tests.checker.reach.calling import (
     OF_ONE,
     OF_PIXELS,
     OF_QUERIES,
+    TABLES,
     VECTOR,
     CallPlan,
     Inputs,
@@ -235,13 +236,15 @@ def _memory_never_read(function: Any, roles: Mapping[str, str], required: set[st
 
 
 def _added_positions(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
-    """Give what is called positions and required one vector for each query, or for each key."""
+    """Give what is called positions and required one vector for each query, or key, or for each distance of both."""
     tokens = [role for role in roles.values() if role in OF_TOKENS]
     named = [name for name, role in roles.items() if name in required and ADDED_POSITIONS.search(name.lower())]
     named = [name for name in named if roles[name] in ("=0", "=False") or tokens.count(roles[name]) > 1]
     both = [OF_QUERIES, OF_KEYS][: 2 - (len(tokens) == 1)]
     likely = [both if TARGET.search(name.lower()) else both[::-1] for name in named]
     yield from (dict(zip(named, chosen, strict=True)) for chosen in (ranked(likely) if named else ()))
+    tables = [name for name in required if ADDED_POSITIONS.search(name.lower())] if len(tokens) == 1 else []
+    yield from ({name: table} for name in tables for table in TABLES)
 
 
 def _of_several(held: Mapping[str, tuple[str, ...]], roles: Mapping[str, str]) -> dict[str, str]:

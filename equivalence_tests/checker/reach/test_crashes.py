@@ -92,6 +92,7 @@ OWN = {
     ),
     "a misspelt method of a tensor": ("return x.unsqeeze(1)", "Is unsqueeze meant?", {}),
     "arguments that no form of a function takes": ("return torch.mean(x, keepdim=True)", "one of its forms", {}),
+    "a module that is called": ("return F(x)", "Import what is to be called from it", {}),
     "a mask that is asked whether it is true": (
         "mask = x.ne(0) if part is None else part\nif mask:\n    x = x + mask * -1e9\nreturn x",
         "not None",
@@ -133,7 +134,7 @@ def test_what_no_argument_causes_is_noted(name: str, tmp_path: Path) -> None:
     body, fix, more = OWN[name]
     (crash,) = raised_by(tmp_path, body, **more)
     assert fix in crash.fix
-    lines = "\n".join([body, *more.values()]).splitlines()
+    lines = "\n".join([HEAD, body, *more.values()]).splitlines()
     assert crash.stack[-1].text in map(str.strip, lines)
 
 

@@ -1,0 +1,91 @@
+"""Transformer-XL's relative positions, where the caller hands the vectors of all distances over, as in a Conformer."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.verify import verify
+
+
+class OfDistances(nn.Module):
+    """Right: takes (1, 2 len - 1, features), from the farthest key ahead to the farthest behind or back."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o, self.positions = (nn.Linear(dim, dim) for _ in range(5))
+        self.of_keys, self.of_distances = (nn.Parameter(torch.zeros(num_heads, 1, dim // num_heads)) for _ in range(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def shifted(self, said: Tensor) -> Tensor:
+        length = said.size(-2)
+        return F.pad(said, (1, 0)).flatten(2)[..., length:].unflatten(-1, (length, -1))[..., :length]
+
+    def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
+        return self.shifted((query + self.of_distances) @ self.split(self.positions(pos_emb)).mT)
+
+    def forward(self, x: Tensor, pos_emb: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
+        scores = (query + self.of_keys) @ key.mT + self.of_positions(query, pos_emb)
+        scores = scores / math.sqrt(query.size(-1))
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None] == 0, -torch.inf)
+        out: Tensor = self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return out
+
+
+class OfPairs(OfDistances):
+    """Right: takes a vector for each query and key, (len, len, features)."""
+
+    meeting = "bhqd,qkhd->bhqk"
+
+    def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
+        vectors = self.positions(pos_emb).unflatten(-1, (self.num_heads, -1))
+        return torch.einsum(self.meeting, query + self.of_distances, vectors)
+
+
+class OfTheFirst(OfDistances):
+    """Takes the first vectors, whatever the distance is."""
+
+    def shifted(self, said: Tensor) -> Tensor:
+        return said[..., : said.size(-2)]
+
+
+class OfTheLast(OfDistances):
+    """Cuts the rows off at the wrong end."""
+
+    def shifted(self, said: Tensor) -> Tensor:
+        length = said.size(-2)
+        return F.pad(said, (0, 1)).flatten(2).unflatten(-1, (-1, length))[..., length:, :]
+
+
+class MetByTheKey(OfPairs):
+    """What stands at the place of the key meets the vectors."""
+
+    meeting = "bhkd,qkhd->bhqk"
+
+
+@pytest.mark.parametrize("made", [OfDistances, OfPairs])
+def test_relative_positions_that_are_handed_over_are_read(made: type[OfDistances]) -> None:
+    report = verify(made)
+    assert (report.verdict, report.mistakes) == ("equal", ())
+    assert report.equivalent is not None
+    assert any("Transformer-XL's relative positions" in reason for _, reason in report.equivalent.steps)
+    module = made(33, 3).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 7, 33, dtype=torch.float64)
+    table = torch.randn((7, 7, 33) if made is OfPairs else (1, 13, 33), dtype=torch.float64)
+    torch.testing.assert_close(report.equivalent.of(module)(x, table), module(x, table))
+
+
+@pytest.mark.parametrize("made", [OfTheFirst, OfTheLast, MetByTheKey])
+def test_what_is_said_to_another_distance_is_not_equal(made: type[OfDistances]) -> None:
+    report = verify(made)
+    assert report.verdict == "unchecked"
+    assert "It differs from torch with the same weights" in report.reason
