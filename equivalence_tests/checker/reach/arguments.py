@@ -78,7 +78,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|num_patches|^length$|^max_?size$",
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$",
         lambda s: MAX_LEN,
     ),
     (

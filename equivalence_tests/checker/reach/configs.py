@@ -145,6 +145,8 @@ def _held_by(value: Any) -> set[str]:
     if not isinstance(value, type) or issubclass(value, nn.Module) or value.__module__.partition(".")[0] == "torch":
         return set()
     own = [name for one in value.__mro__[:-1] for name in (*vars(one), *getattr(one, "__annotations__", ()))]
+    if not parameters_of(value):  # its constructor says all
+        own += [x.attr for x in nodes_of(value) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
     return {name for name in (*own, *(p.name for p in parameters_of(value))) if not name.startswith("__")}
 
 

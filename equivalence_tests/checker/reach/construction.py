@@ -388,7 +388,7 @@ def _resized(config: Any, sizes: Sizes) -> Any:
         return {name: _sized(name, value, sizes) for name, value in config.items()}
     made = built(config, sizes)
     if made is not None and not parameters_of(config):
-        for name, value in vars(config).items():
+        for name, value in (vars(config) | vars(made)).items():
             if type(value) in (int, float):
                 setattr(made, name, _sized(name, value, sizes))
     return made

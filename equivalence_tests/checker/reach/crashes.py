@@ -40,6 +40,9 @@ USED = re.compile(r"not (callable|subscriptable)")
 OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
+# What a parser says of brackets and quotes, and what some versions of Python read and others do not.
+BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
+IN_STRING = re.compile(r"\bf-?string|\b[rR]?[ft][\"']")
 ALIKE = 0.75  # of the letters of two names
 
 
@@ -87,6 +90,8 @@ class Crashes:
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
+        if isinstance(error, SyntaxError) and error.filename and _is_readable(error.filename) and _never_parses(error):
+            self._met[error.filename, error.lineno or 0, str(error)] = _unparsed(error, error.filename)
         last = _last_of_user(error) if isinstance(error, OF_CODE) else None
         if last is None or ABSENCES.used or _stands_in(error):  # what stands in for a package lacks what that has
             return
@@ -107,6 +112,17 @@ class Crashes:
 
 
 CRASHES = Crashes()
+
+
+def _unparsed(error: SyntaxError, path: str) -> Crash:
+    """Say of a file which line Python stopped at."""
+    why, fix = "no version of Python reads it", "Close what is open, or take out what closes nothing."
+    return Crash(said(error), why, fix, code_lines(((path, error.lineno or 0, ""),)), importing=True)
+
+
+def _never_parses(error: SyntaxError) -> bool:
+    """Whether a bracket or a string has no end, or no beginning; an f-string may be one of a later Python."""
+    return bool(BRACKETS.search(error.msg)) and not IN_STRING.search(f"{error.msg}{error.text}")
 
 
 def _last_of_user(error: BaseException) -> TracebackType | None:

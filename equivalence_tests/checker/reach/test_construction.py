@@ -582,6 +582,11 @@ for step in range(3):
     [
         ("cfg.emb_dim", "cfg.zebra_rank", DATACLASS),
         ("cfg.emb_dim", "cfg.zebra_rank", "class Config:\n    emb_dim, zebra_rank = 768, 17"),
+        (
+            "cfg.emb_dim",
+            "cfg.zebra_rank",
+            "class Config:\n    def __init__(self):\n        self.emb_dim = 768\n        self.zebra_rank = 17",
+        ),
         ('cfg["emb_dim"]', 'cfg["zebra_rank"]', "CONFIG = {'emb_dim': 768, 'zebra_rank': 17, 'layers': 12}"),
     ],
 )

@@ -174,3 +174,13 @@ def test_a_file_that_raises_when_it_is_imported_deviates_where_nothing_else_is_s
     right = "def attention(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n\n\nprint(undefined)\n"
     (tmp_path / "right.py").write_text(HEAD + right)
     assert verify(f"{tmp_path / 'right.py'}:attention")
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"), [("x = (1, 2))", "deviates"), ("print 'x'", "unchecked"), ("x = f'{[1}'", "unchecked")]
+)
+def test_a_bracket_that_closes_nothing_is_found(tmp_path: Path, line: str, verdict: str) -> None:
+    (tmp_path / "mine.py").write_text(f"{HEAD}{line}\n")
+    report = verify(f"{tmp_path / 'mine.py'}:attention")
+    assert report.verdict == verdict
+    assert [one.line.number for one in report.findings if one.line] == [6] * (verdict == "deviates")
