@@ -42,6 +42,20 @@ class DividedByTheWholeWidth(OneMatrixForAllHeads):
         self.divisor = embed_size**0.5
 
 
+class NeverSumsOverTheKeys(OneMatrixForAllHeads):
+    def forward(self, values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
+        v, k, q = (x.reshape(*x.shape[:2], self.heads, self.part) for x in (values, keys, query))
+        energy = torch.einsum("nqhd,nkhd->nhqk", [self.queries(q), self.keys(k)])
+        weights = torch.softmax(energy / self.divisor, dim=3)
+        return self.out(torch.einsum("nhql,nlhd->nlhd", [weights, self.values(v)]).flatten(2))
+
+
+def test_a_key_in_the_place_of_the_query_in_an_einsum_is_proven_beside_one_matrix_for_all_heads() -> None:
+    (finding,) = verify(NeverSumsOverTheKeys).findings
+    assert finding.line is not None
+    assert "nlhd->nlhd" in finding.line.text
+
+
 @pytest.mark.thorough
 def test_one_small_matrix_for_all_heads_is_told_and_does_not_hide_what_else_is_wrong() -> None:
     assert verify(OneMatrixForAllHeads).mistakes == ("projection_shared_by_heads",)

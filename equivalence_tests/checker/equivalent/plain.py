@@ -54,6 +54,7 @@ def plain_programs(
     if parts is None or not all(given.values()):
         return
     rows, out = parts
+    rows = rows and {role: _of_all_heads(one, heads, features) for role, one in rows.items()}
     sizes = [features] * 3 if rows is None else [len(weight) for weight, _ in rows.values()]
     width = sizes[0] // heads
     if width * heads != sizes[0] or any(size % width or heads % (size // width) for size in sizes):
@@ -88,7 +89,7 @@ def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
         weight, bias = _rows(module, packed)
         rows |= dict(zip(missing, zip(weight.chunk(len(missing)), bias.chunk(len(missing)), strict=True), strict=True))
         rest.remove(packed)
-    if len(rest) > 1 or (rest and linears[rest[0]][1] != len(rows["query"][0])):
+    if len(rest) > 1 or (rest and linears[rest[0]][1] % len(rows["query"][0])):
         return None
     return rows, next(iter(rest), "")
 
@@ -112,6 +113,17 @@ def _rows(module: nn.Module, path: str) -> Rows:
     place = parameters.start.get(f"{path}.bias")
     bias = torch.arange(shape[0]) + place if place is not None else torch.full(shape[:1], -1)
     return weight, bias
+
+
+def _of_all_heads(rows: Rows, heads: int, features: int) -> Rows:
+    """Give what projects the features of every head alike as rows for all of them; others as they are."""
+    weight, bias = rows
+    width = features // heads
+    if heads == 1 or weight.shape != (width, width):
+        return rows
+    whole, every = torch.full((heads, width, heads, width), -1), torch.arange(heads)
+    whole[every, :, every] = weight
+    return whole.flatten(2).flatten(0, 1), bias.repeat(heads)
 
 
 def _projection(rows: Rows | None, tokens: Expression, heads: int, width: int) -> Projection:
