@@ -19,6 +19,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.search import Search, rest_of_module
 from equivalence_tests.checker.mistakes import found_mistake
+from equivalence_tests.checker.parts.angle_tables import AngleTables, angle_readings
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
 from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions, module_cases, weights_of
@@ -196,20 +197,22 @@ def _examine_positions(
     module: nn.Module | None, subject: Subject, where: str, right: bool, like: Placement | None = None
 ) -> Report | None:
     """Try every place where its table can be found, or the one that is known; with ``right``, only right readings."""
-    unmatched = None
-    for placement in placements(subject, module or subject.function, like):
-        width = placement.observations[0][1].size(-1)
-        known = rotary_readings if placement.rotated else position_readings
-        found = (placement.words, placement.mistakes, placement.notes)
-        beside = (one.beside(*found) for one in known(module, width))
-        readings = (one for one in beside if is_right(one.mistakes) or not right)
-        report = Report(subject.name, "positional encoding")
-        calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
-        judged = judge(report, readings, placement.observations, calls, where)
-        if report.verdict != "unchecked":
-            hold_positions(judged, subject, placement, module or subject.function)
-            return report
-        unmatched = unmatched or (report, placement)
+    tables, unmatched = AngleTables(), None
+    with tables.of(module or subject.function) as function:
+        for placement in placements(subject, function, like):
+            width = placement.observations[0][1].size(-1)
+            known = rotary_readings if placement.rotated else angle_readings if tables.met else position_readings
+            found = (placement.words, placement.mistakes, placement.notes)
+            beside = (one.beside(*found) for one in known(module, width))
+            readings = (one for one in beside if is_right(one.mistakes) or not right)
+            report = Report(subject.name, "positional encoding")
+            calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
+            judged = judge(report, readings, placement.observations, calls, where)
+            if report.verdict != "unchecked":
+                hold_positions(judged, subject, placement, function)
+            if report.verdict != "unchecked":
+                return report
+            unmatched = unmatched or (report, placement)
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
         again = partial(_examine_positions, module, subject, where, True, unmatched[1])

@@ -24,7 +24,8 @@ LONGEST = 1024
 MODULE_ROLES = (
     *(("vectors",), ("ids",), ("size",), ("positions",), ("positions of each sample",)),
     *(("vectors", "keep"), ("vectors", "padding"), (), ("vectors", "positions")),
-    ("size", "device"),
+    *(("size", "device"), ("vectors", "positions of each sample"), ("positions of each sample", "dtype")),
+    ("vectors", "size"),
 )
 MOST_REQUIRED = 4
 WORDS = {
