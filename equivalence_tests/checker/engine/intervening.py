@@ -49,7 +49,7 @@ def _distance(have: list[Tensor], want: list[Tensor]) -> float:
     return distance(have[0].nan_to_num(0.0), want[0].nan_to_num(0.0)) if have and want else float("inf")
 
 
-def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
+def reference(judgement: Judgement) -> dict[int, Patch]:
     """Torch's own formula in the place of what reaches the end of an attention."""
     attention = judgement.attention
     names = attention.names
@@ -59,7 +59,7 @@ def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[
     factors = [[operand.factor for operand in own] for own in judgement.operands]
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        made = context_by_formula(recorder, attention, factors, judgement.hidden, dtype)
+        made = context_by_formula(recorder, attention, factors, judgement.hidden)
         want = looked_up(names, *made)
         return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
 

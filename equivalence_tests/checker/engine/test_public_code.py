@@ -99,9 +99,24 @@ class RoundsItsScores(Attends):
         return self.attend(x, context, 3e4)
 
 
+class T5RoundsItsScores(Attends):
+    """The same, without a scale, as in T5."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        out: Tensor = self.to_out(((q @ k.mT + 3e4).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
 def test_coarse_rounding_is_told_and_no_mistake() -> None:
     report = verify(RoundsItsScores)
     assert report.verdict == "equal"
+    assert [note for note in report.notes if "check_float32_error" in note]
+
+
+def test_coarse_rounding_is_told_beside_what_is_intended() -> None:
+    report = verify(T5RoundsItsScores)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["scale_missing"])
     assert [note for note in report.notes if "check_float32_error" in note]
 
 

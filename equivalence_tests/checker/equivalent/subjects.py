@@ -10,7 +10,13 @@ import torch
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import exercised_cache
-from equivalence_tests.checker.engine.checks import attention_checks, judge_checks, run_check
+from equivalence_tests.checker.engine.checks import (
+    Check,
+    check_eval_is_deterministic,
+    check_float32_error,
+    judge_checks,
+    run_check,
+)
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
@@ -178,9 +184,10 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
     elif report.verdict == "deviates" and not situation.blocked and called_plainly:
         report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
     if report.verdict in ("equal", "partial") and judged:
-        _check(report, situation)
+        _check(report, situation, check_eval_is_deterministic)
     if report.verdict in ("equal", "partial") and judged:
         hold(report, situation)
+        _check(report, situation, check_float32_error)
     if report.verdict == "deviates" and judged and called_plainly:
         accuse(report, situation)
         if report.findings and all(one.name in OF_PRODUCTS for one in report.findings):
@@ -247,11 +254,11 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     return more
 
 
-def _check(report: Report, situation: Situation) -> None:
-    """Run the small checks: what neither the stages nor the comparison with torch's program cover."""
-    report.checks = [run_check(check, situation, report) for check in attention_checks()]
-    failed = [check for check in report.checks if check.outcome == "failed" and check.name in NOT_JUDGED]
-    report.notes += [f"{check.name}: {check.detail}" for check in failed]
+def _check(report: Report, situation: Situation, check: Check) -> None:
+    """Run a small check: what neither the stages nor the comparison with torch's program cover."""
+    found = run_check(check, situation, report)
+    report.checks.append(found)
+    report.notes += [f"{found.name}: {found.detail}"] if found.outcome == "failed" and found.name in NOT_JUDGED else []
     judge_checks(report)
 
 

@@ -826,7 +826,6 @@ INTENDED = (
         (f"{ROTATED} / sqrt(head_dim)", SCALE),
         "",
         on_purpose_in="RoFormer, LLaMA and most language models since.",
-        kept=True,
     ),
     _norm(
         "queries_and_keys_normalised",
@@ -834,7 +833,6 @@ INTENDED = (
         ("scores = norm(q) norm(k)ᵀ * scale", SCALE),
         "",
         on_purpose_in="ViT-22B, Qwen3, OLMo 2.",
-        kept=True,
     ),
     _norm(
         "values_normalised",

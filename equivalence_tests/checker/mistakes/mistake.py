@@ -29,7 +29,6 @@ class Mistake:
         roles: Whether queries, keys and values stand in one another's place: how each is rotated follows from that.
         chosen: Whether it is a factor that a caller who chooses the scale may have chosen.
         sink: Whether it is how a learnt share of every row looks, where a parameter lies beside the scores.
-        kept: Whether the formula that the whole is held against has it too.
         follows: The beginnings of the names of a part's mistakes from which this follows in a whole model.
         right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
         changes: What to replace in that by what.
@@ -49,7 +48,6 @@ class Mistake:
     roles: bool = False
     chosen: bool = False
     sink: bool = False
-    kept: bool = False
     follows: tuple[str, ...] = ()
     right: str = ""
     changes: tuple[Change, ...] = ()

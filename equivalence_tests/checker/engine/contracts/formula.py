@@ -30,11 +30,7 @@ def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
 
 
 def context_by_formula(
-    recorder: Recorder,
-    attention: Attention,
-    factors: Sequence[Sequence[float]],
-    hidden: list[Tensor],
-    dtype: torch.dtype = torch.float64,
+    recorder: Recorder, attention: Attention, factors: Sequence[Sequence[float]], hidden: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Average the values as torch's formula does, and give the names of the averages and their numbers.
 
@@ -43,17 +39,16 @@ def context_by_formula(
         attention: Whose products; where its parts are tiles, each gives its share.
         factors: By what the queries, keys and values of each part are multiplied on the way.
         hidden: Which keys are hidden, for each part.
-        dtype: In which it is computed.
     """
     parts = attention.parts
-    scores = [_scores(recorder, part, own, dtype) for part, own in zip(parts, factors, strict=True)]
+    scores = [_scores(recorder, part, own) for part, own in zip(parts, factors, strict=True)]
     rows = _rows(attention)
     weights = weights_by_formula(torch.cat(scores), rows, torch.cat(hidden)).split([len(x) for x in scores])
     names, values = [], []
     for part, own, mine in zip(parts, factors, weights, strict=True):
         for context in part.contexts:
             if context.source is not None:
-                value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / own[2]
+                value = context.contraction.columns(_operand(recorder, context, 1)) / own[2]
                 values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
     return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
@@ -74,10 +69,10 @@ def _rows(attention: Attention) -> Tensor:
     return torch.cat([part.table.row + start for part, start in zip(attention.parts, starts, strict=False)])
 
 
-def _scores(recorder: Recorder, part: Part, factors: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _scores(recorder: Recorder, part: Part, factors: Sequence[float]) -> Tensor:
     """The product of queries and keys, over sqrt(width), flat."""
     product = part.product
-    query, key = (_operand(recorder, product, side).to(dtype) for side in (0, 1))
+    query, key = (_operand(recorder, product, side) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
     factor = factors[0] * factors[1] * math.sqrt(product.width)
     return product.contraction.scattered(scores / factor).reshape(-1)
@@ -90,7 +85,7 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
 
 
 def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
-    return recorder.operations[product.operation.index].inputs[product.contraction.sides[side]].value
+    return recorder.operations[product.operation.index].inputs[product.contraction.sides[side]].value.double()
 
 
 def tile_departures(
