@@ -147,7 +147,6 @@ def _add_mode(report: Report, mode: str) -> None:
 
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     """Check with the global state preserved; whatever breaks off is a report too."""
-    threads = torch.get_num_threads()
     with preserved_global_state() as printed:
         ABSENCES.forget()
         CRASHES.forget()
@@ -161,8 +160,6 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except Exception as error:  # code that changes torch under our feet can break anything of ours
             own = raised_at(error) or ", in a step of the check itself, not in this code"
             reports = [Report(name, reason=f"The check stopped with {said(error)}{own}")]
-        finally:
-            torch.set_num_threads(threads)
     for report in reports:
         _add_crashes(report)
         report.findings = list(_each_once(report.findings))

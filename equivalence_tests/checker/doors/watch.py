@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Group, RichCast
@@ -115,9 +116,5 @@ def watch(
         functions.follow_module(module, (args, kwargs), result)
         return result
 
-    nn.Module.__call__ = noting  # type: ignore[method-assign]
-    try:
-        with functions:
-            yield seen
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+    with mock.patch.object(nn.Module, "__call__", noting), functions:
+        yield seen

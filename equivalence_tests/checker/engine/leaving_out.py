@@ -6,10 +6,11 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -147,16 +148,8 @@ class Without(Recorder):
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function."""
-        with self, self._calls_watched() if self._calls else nullcontext():
+        with self, register_module_forward_pre_hook(self._entered) if self._calls else nullcontext():
             return function(*args, **kwargs)
-
-    @contextmanager
-    def _calls_watched(self) -> Iterator[None]:
-        handle = register_module_forward_pre_hook(self._entered)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _entered(self, module: nn.Module, args: Any) -> Any:
         """Note where a sub-module is called, or give it what takes the place of its arguments."""
@@ -208,11 +201,8 @@ class Without(Recorder):
         known = [x for x in found if x is not None]
         if not known or len(known) < len(found):
             return None
-        self._adding = True
-        try:
+        with mock.patch.object(self, "_adding", True):
             return sum(known[1:], known[0])
-        finally:
-            self._adding = False
 
     def _here(self, calls: bool = False) -> tuple[Place | None, nn.Module | None]:
         """Say where an operation, or the call of a sub-module, stands, and which module runs it."""

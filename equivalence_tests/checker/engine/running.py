@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -61,14 +61,10 @@ class Call:
         args, kwargs, replaced = self.fresh(seed)
         given = [(f"{self._kind(x)}:{name}", x) for name, x in named_tensors(args, kwargs)]
         recorder = Recorder([*self._owned(), *given], patches)
-        state = torch.get_rng_state()
-        try:
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(gradients), keeping_state(self.module):
             torch.default_generator.manual_seed(5)
-            mode = torch.enable_grad() if gradients else torch.no_grad()
-            with mode, keeping_state(self.module), _placed(self.module, recorder), recorder:
+            with _placed(self.module, recorder), recorder:
                 output = self.function(*args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
         seeds = {id(replaced[key]): codes for key, codes in self.seeds.items() if key in replaced}
         data = [x for name, x in given if x.is_floating_point() and x.dim() >= 2]
         return Run(recorder, identify(recorder, seeds, data, names or {}) if read else None, output)  # type: ignore[arg-type]
@@ -170,15 +166,12 @@ def called_by_hooks(module: nn.Module) -> Iterator[None]:
     def entered(child: nn.Module, _: Any) -> None:
         running.add(id(child))
 
-    handles = [child.register_forward_pre_hook(entered) for child in children]
-    for child in children:
-        vars(child)["forward"] = routed(child, child.forward)
-    try:
+    with ExitStack() as stack:
+        for child in children:
+            stack.enter_context(child.register_forward_pre_hook(entered))
+            vars(child)["forward"] = routed(child, child.forward)
+            stack.callback(vars(child).pop, "forward", None)
         yield
-    finally:
-        for child, handle in zip(children, handles, strict=True):
-            vars(child).pop("forward", None)
-            handle.remove()
 
 
 def inputs_of(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[tuple[str, Any, Any]]:
@@ -193,37 +186,32 @@ def inputs_of(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.append((name, *Call(module, args, kwargs).fresh()[:2]))
 
-    noting = [(module, partial(note, name)) for name, module in modules.items()]
-    handles = [module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for module, hook in noting]
-    try:
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            hook = partial(note, name)
+            stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
 @contextmanager
 def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
-    handles = []
-    for path, child in module.named_modules() if module is not None else ():
-        if not isinstance(child, torch.jit.ScriptModule):
 
-            def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                recorder.enter(path, args, kwargs)
+    def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.enter(path, args, kwargs)
 
-            def leave(_: nn.Module, args: Any, output: Any) -> None:
-                recorder.leave(output)
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        recorder.leave(output)
 
-            handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(child.register_forward_hook(leave, always_call=True))
-    try:
-        with called_by_hooks(module) if module is not None else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for path, child in module.named_modules() if module is not None else ():
+            if not isinstance(child, torch.jit.ScriptModule):
+                hook = partial(enter, path)
+                stack.enter_context(child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                stack.enter_context(child.register_forward_hook(leave, always_call=True))
+        stack.enter_context(called_by_hooks(module) if module is not None else nullcontext())
+        yield
 
 
 def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:

@@ -3,10 +3,10 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -195,7 +195,8 @@ def rest_of_module(
     assert module is not None  # a function of a part is made one
 
     def rest(repair: Repair) -> Rest | None:
-        with _left_out(module, repair):
+        forward = wraps(module.forward)(partial(repair.run, module.forward))
+        with mock.patch.object(module, "forward", forward):
             found = read()
         rounding = SINGLE if found is not None and found.difference > EXACT else EXACT
         return Rest(found, partial(computed, found), rounding) if found is not None and found.agrees else None
@@ -205,24 +206,6 @@ def rest_of_module(
         return computes({}, module, Parameters.of(module), None)
 
     return rest
-
-
-@contextmanager
-def _left_out(module: nn.Module, repair: Repair) -> Iterator[None]:
-    """Let a module run without an expression."""
-    own, forward = vars(module).get("forward"), module.forward
-
-    @wraps(forward)
-    def repaired(*args: Any, **kwargs: Any) -> Any:
-        return repair.run(forward, *args, **kwargs)
-
-    vars(module)["forward"] = repaired
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
 
 
 def _apart(want: Tensor, found: Tensor | None) -> float:

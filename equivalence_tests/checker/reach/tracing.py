@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +64,8 @@ def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:
         made.append((self, inside(frames_here(), outside)))
         original(self, *args, **kwargs)
 
-    nn.Module.__init__ = noting  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
+    with torch.no_grad(), mock.patch.object(nn.Module, "__init__", noting):
+        call()
     found: dict[str, Frames] = {}
     for one, frames in made:
         if any(True for _ in one.parameters(recurse=False)):
