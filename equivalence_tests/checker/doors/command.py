@@ -120,30 +120,17 @@ def verify_command(
     3 equal as far as it ran.
     """
     del example  # its callback has answered already
-    if kind is not None and kind not in KINDS:
-        raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
-    paths = (json_file, junit_file, sarif_file)
-    printed = paths.count(PRINTED) + equivalent + template
-    if printed > 1:
-        said = (
-            "only one of --json, --junit and --sarif can be -, and none beside --equivalent or --template, which print"
-        )
-        raise typer.BadParameter(f"{said} too: give the others a file")
-    if template and (inputs or adapter):
-        raise typer.BadParameter(
-            "shows the call that is worked out: leave --inputs and --adapter out", param_hint="--template"
-        )
+    files = {to_json: json_file, to_junit: junit_file, to_sarif: sarif_file}
+    printed = [*files.values()].count(PRINTED) + equivalent + template
+    _refuse_options(kind, inputs, adapter, printed, template, compiled)
     excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
     console = Console(stderr=bool(printed))
-    if compiled and inputs:
-        raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
-    requests, unread = _requests(
-        targets, console, Request("", inputs, kind, adapter, excused, run_all, compiled), skip_empty
-    )
+    pattern = Request("", inputs, kind, adapter, excused, run_all, compiled)
+    requests, unread = _requests(targets, console, pattern, skip_empty)
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
-    if PRINTED not in paths:
+    if PRINTED not in files.values():
         _show(reports, console)
-    for path, export in zip(paths, (to_json, to_junit, to_sarif), strict=True):
+    for export, path in files.items():
         if path == PRINTED:
             typer.echo(export(reports))
         elif path is not None:
@@ -153,10 +140,26 @@ def verify_command(
     if equivalent:
         for found in (report.equivalent for report in reports if report.equivalent is not None):
             show(Group(Text(), found), console)
-        typer.echo("\n\n".join(_equivalent(report) for report in reports).rstrip("\n"))
-    if template:
-        typer.echo("\n\n".join(_template(report) for report in reports).rstrip("\n"))
+    for write in [_equivalent] * equivalent + [_template] * template:
+        typer.echo("\n\n".join(map(write, reports)).rstrip("\n"))
     raise typer.Exit(VERDICTS["equal"] if skip_empty and not reports else _status(reports, allow_partial))
+
+
+def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, template: bool, compiled: bool) -> None:
+    """Refuse options that do not go together, and a kind that there is not; so many of them print."""
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
+    if printed > 1:
+        said = (
+            "only one of --json, --junit and --sarif can be -, and none beside --equivalent or --template, which print"
+        )
+        raise typer.BadParameter(f"{said} too: give the others a file")
+    if template and (inputs or adapter):
+        raise typer.BadParameter(
+            "shows the call that is worked out: leave --inputs and --adapter out", param_hint="--template"
+        )
+    if compiled and inputs:
+        raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
 
 
 def _requests(

@@ -102,42 +102,52 @@ class Tracer:
         return x.mT.shape == tensor.shape and torch.allclose(x.mT, tensor.double())
 
     def _made(self, operation: Operation, tensor: Tensor) -> Expression:
-        name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
-        args = operation.arguments[0]
+        name, inputs, before = operation.name, [slot.tensor for slot in operation.inputs], operation.index
         if name in PASSES and len(inputs) == 1 and inputs[0].numel() == tensor.numel():
-            return self.read(inputs[0], operation.index)
-        if name in CUTS and (rows := self._rows(tensor, inputs)) is not None:
-            return rows
-        if name in CUTS and (cut := self._cut(tensor, self.read(inputs[0], operation.index))) is not None:
-            return cut
-        if name in ("add", "mul") and len(inputs) == 2:
-            first, second = (self._spread(x, tensor, operation.index) for x in inputs)
-            return Made("sum" if name == "add" else "product", (first, second))
-        if name == "sub" and len(inputs) == 2:
-            first, second = (self.read(x, operation.index) for x in inputs)
-            return Made("sum", (first, Made("scaled", (second,), (-1.0,))))
-        if name in ("mul", "div") and len(inputs) == 1:
-            number = next(x for x in args if isinstance(x, int | float))
-            factor = float(number) if name == "mul" else 1.0 / number
-            scaled = self.read(inputs[0], operation.index)
-            return scaled if factor == 1 else Made("scaled", (scaled,), (factor,))
-        if name in OF_LEARNT and len(inputs) == 1 and (made := self._of_learnt(operation, inputs[0])) is not None:
-            return made
-        if name in ACTIVATIONS and len(inputs) == 1:
-            return Made(name, (self.read(inputs[0], operation.index),))
-        if name in ("cat", "concat") and (parts := self._joined(tensor, inputs, operation.index)) is not None:
-            return parts
-        if name in ("expand", "repeat", "expand_as") and isinstance(
-            whole := self.read(inputs[0], operation.index), Learnt
-        ):
-            return whole  # the same in each sample
-        if name == "div" and len(inputs) == 2 and (gate := self._sigmoid(inputs[1], operation.index)) is not None:
-            return Made("product", (self.read(inputs[0], operation.index), gate))
-        if name in ("linear", "matmul", "mm") and (mapped := self._mapped(operation, inputs)) is not None:
-            return mapped
+            return self.read(inputs[0], before)
+        found: Expression | None = None
+        if name in CUTS:
+            found = self._rows(tensor, inputs) or self._cut(tensor, self.read(inputs[0], before))
+        elif name in ("cat", "concat"):
+            found = self._joined(tensor, inputs, before)
+        elif name in ("expand", "repeat", "expand_as"):
+            whole = self.read(inputs[0], before)
+            found = whole if isinstance(whole, Learnt) else None  # the same in each sample
+        elif name in ("linear", "matmul", "mm"):
+            found = self._mapped(operation, inputs)
+        elif len(inputs) == 1:
+            found = self._of_one(operation, inputs[0])
+        elif len(inputs) == 2:
+            found = self._of_two(operation, inputs[0], inputs[1], tensor)
+        if found is not None:
+            return found
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
+
+    def _of_one(self, operation: Operation, x: Tensor) -> Expression | None:
+        """What a function of one tensor makes; None where it is not known."""
+        name = operation.name
+        if name in ("mul", "div"):
+            number = next(one for one in operation.arguments[0] if isinstance(one, int | float))
+            factor = float(number) if name == "mul" else 1.0 / number
+            scaled = self.read(x, operation.index)
+            return scaled if factor == 1 else Made("scaled", (scaled,), (factor,))
+        if name in OF_LEARNT:
+            return self._of_learnt(operation, x)
+        return Made(name, (self.read(x, operation.index),)) if name in ACTIVATIONS else None
+
+    def _of_two(self, operation: Operation, one: Tensor, other: Tensor, made: Tensor) -> Expression | None:
+        """What a function of two tensors makes; None where it is not known."""
+        name, before = operation.name, operation.index
+        if name in ("add", "mul"):
+            first, second = (self._spread(x, made, before) for x in (one, other))
+            return Made("sum" if name == "add" else "product", (first, second))
+        if name == "sub":
+            first, second = (self.read(x, before) for x in (one, other))
+            return Made("sum", (first, Made("scaled", (second,), (-1.0,))))
+        gate = self._sigmoid(other, before) if name == "div" else None
+        return None if gate is None else Made("product", (self.read(one, before), gate))
 
     def _of_learnt(self, operation: Operation, x: Tensor) -> Expression | None:
         """What a scale that is learnt goes through; None where it is made of anything else."""

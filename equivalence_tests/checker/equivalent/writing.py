@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import index_of
 from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
@@ -358,7 +359,7 @@ class AttentionWriter:
         yield f"{role} = torch.cat([{role}[..., :{first}], {whole}, {role}[..., {end}:]], -1)"
 
     def _score_bias(self) -> Iterator[str]:
-        bias, visible = self.program.bias, self.program.bias.visible
+        bias = self.program.bias
         if bias.given is not None:
             raise UnreadError("the mask of one call cannot be written down")
         if not self._has_mask and (bias.is_none or (bias.is_causal and not self._is_by_hand)):
@@ -369,6 +370,13 @@ class AttentionWriter:
             yield f"    bias = ~({self._hidden()})  # True = may look"
             return
         yield "bias = query.new_zeros(1, 1, query.size(-2), key.size(-2))"
+        yield from self._distances(bias)
+        yield from self._added(bias)
+        yield from self._hiding(bias.visible)
+
+    def _distances(self, bias: Bias) -> Iterator[str]:
+        """Write the distances of keys from queries, where something is made of them."""
+        visible = bias.visible
         if bias.grid is not None:
             places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
             yield f"places = {places}"
@@ -378,6 +386,9 @@ class AttentionWriter:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
             yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)
+
+    def _added(self, bias: Bias) -> Iterator[str]:
+        """Write what is added: slopes, what is learnt, relative positions."""
         if bias.slopes is not None:
             yield f"bias = bias - torch.tensor({bias.slopes.tolist()}).to(bias)[:, None, None] * distance.abs()"
         if bias.learnt is not None:
@@ -388,6 +399,9 @@ class AttentionWriter:
             yield f"bias = bias + {bias.factor!r} * {learnt}"
         if bias.relative is not None:
             yield from self._relative(bias.relative)
+
+    def _hiding(self, visible: Visible) -> Iterator[str]:
+        """Write what is hidden: outside of a window, by the distance, and by a mask that is handed over."""
         if visible.windows is not None:
             queries, keys = (visible.windows.of(Text(x, self.writer), self._width) for x in ("queries", "keys"))
             yield f"bias = bias.masked_fill(({queries})[:, None] != {keys}, -torch.inf)  # not in its window"

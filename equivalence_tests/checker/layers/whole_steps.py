@@ -248,7 +248,13 @@ class Follower:
             self._multiplied(operation, data)
         elif name in ACTS:
             self._acted(name, data[0], operation.outputs[0].tensor)
-        elif name == "linear" or (name == "matmul" and id(inputs[1]) in self.learnt):
+        else:
+            self._by_name(operation, data)
+
+    def _by_name(self, operation: Operation, data: list[Value]) -> None:
+        """What one of torch's functions makes in the place of a part, or puts together."""
+        name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
+        if name == "linear" or (name == "matmul" and id(inputs[1]) in self.learnt):
             self._by_function("linear", operation, data)
         elif name in NORMS:
             self._by_function("layer_norm", operation, data)
