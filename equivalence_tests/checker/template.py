@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.texts import Code, arguments_text, text
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.arguments import SIZES, role_of_parameter
@@ -121,8 +122,7 @@ class _Script:
         if made is not None:
             return Code(f"{self._load(made.function)}({self._arguments(made)})")
         if isinstance(value, nn.Module):
-            own = type(value).__module__.startswith("torch.nn") and "\n" not in repr(value)
-            return Code(f"nn.{value!r}") if own else UNKNOWN
+            return Code(constructor(value) or "...")
         if isinstance(value, type):
             return Code(self._load(value))
         try:

@@ -1,6 +1,6 @@
 """One attention of a call, run again with gradients: every element at hand, by its token and its feature."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Self
@@ -162,24 +162,20 @@ class Watched:
 
     def call_of(self, tensor: Tensor, before: int) -> ModuleCall | None:
         """Give the outermost sub-module that gave a tensor and holds nothing of the attention itself."""
-        first, last = self.judgement.attention.first.index, self.judgement.attention.last.index
-        return next(
-            (
-                call
-                for call in self.recorder.calls
-                if call.end <= before
-                and any(x is tensor for x in call.outputs)
-                and not any(x is tensor for x in call.inputs)
-                and not call.first <= first <= last < call.end
-            ),
-            None,
-        )
+        ended = (call for call in self._calls_beside if call.end <= before)
+        gave = (call for call in ended if any(x is tensor for x in call.outputs))
+        return next((call for call in gave if not any(x is tensor for x in call.inputs)), None)
 
     def call_around(self, index: int) -> ModuleCall | None:
         """Give the outermost sub-module that runs an operation and holds nothing of the attention itself."""
+        return next((call for call in self._calls_beside if call.first <= index < call.end), None)
+
+    @property
+    def _calls_beside(self) -> Iterator[ModuleCall]:
+        """The calls of sub-modules that hold nothing of the attention itself, the outermost first."""
         first, last = self.judgement.attention.first.index, self.judgement.attention.last.index
-        around = (call for call in self.recorder.calls if call.path and call.first <= index < call.end)
-        return next((call for call in around if not call.first <= first <= last < call.end), None)
+        beside = (call for call in self.recorder.calls if not call.first <= first <= last < call.end)
+        return (call for call in beside if call.path)
 
     def positions(self, tensor: Tensor, made_by: Operation) -> Tensor | None:
         """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.

@@ -67,10 +67,7 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
     if not bool(where.any()) or model.kind != "softmax":
         return None
-    bias, rows = model.bias[where], model.rows[where]
-    best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
-    best = best.scatter_reduce(0, rows, bias, "amax")
-    below = best[rows] - bias
+    below = (greatest_in(model.bias, model.rows, where) - model.bias)[where]
     # Next to nothing is a step only where there is no greater one: beside that it is rounding.
     steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])
     if not len(steps) or float(steps.max() - steps.min()) > LOOSE * float(steps.max()):
@@ -78,11 +75,16 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     return float(steps.mean())
 
 
+def greatest_in(values: Tensor, rows: Tensor, where: Tensor | None = None) -> Tensor:
+    """Give for each number the greatest of its row, taken over the places where ``where`` is true, if it is given."""
+    best = torch.full((int(rows.max()) + 1,), -torch.inf, dtype=torch.float64)
+    where = torch.ones_like(rows, dtype=torch.bool) if where is None else where
+    return best.scatter_reduce(0, rows[where], values[where].double(), "amax")[rows]
+
+
 def spread(x: Tensor, rows: Tensor) -> float:
     """How far apart the numbers of one row are, at most."""
-    ends = torch.zeros(2, int(rows.max()) + 1, dtype=x.dtype)
-    ends = ends.scatter_reduce(1, rows.expand(2, -1), torch.stack([x, -x]), "amax", include_self=False)
-    return float(ends.sum(0).max())
+    return float((greatest_in(x, rows) + greatest_in(-x, rows)).max())
 
 
 def mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:

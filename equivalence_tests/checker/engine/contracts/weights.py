@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.contracts.scores_table import greatest_in
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
@@ -137,7 +138,7 @@ class _Reader:
         axis, rows = self._axis(some, live)
         logs = _logs(none)
         rise = _logs(self.weights_of(torch.full_like(self.raw, STEP))) - logs
-        model.replaced = live & (_greatest(rise, rows, live) - rise > 0.05) & (not self.capped)
+        model.replaced = live & (greatest_in(rise, rows, live) - rise > 0.05) & (not self.capped)
         follows = live & ~model.replaced
         bias = _centred(logs, rows, follows)
         model.fill = bias.masked_fill(~model.replaced, 0.0)
@@ -227,9 +228,3 @@ def _centred(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
     count = int(rows.max()) + 1
     total = torch.zeros(count, dtype=torch.float64).index_add_(0, rows[where], values[where])
     return values - (total / torch.bincount(rows[where], minlength=count).clamp_min(1))[rows]
-
-
-def _greatest(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
-    """Give for each number the greatest of its row, taken over the places where ``where`` is true."""
-    best = torch.full((int(rows.max()) + 1,), -torch.inf, dtype=torch.float64)
-    return best.scatter_reduce(0, rows[where], values[where], "amax")[rows]
