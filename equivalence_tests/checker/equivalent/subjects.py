@@ -50,10 +50,11 @@ from equivalence_tests.checker.equivalent.holding import accuse, compare_output,
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.mistakes.attention import SCALES
-from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales
+from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
+from equivalence_tests.checker.reach.proposing import callers_scales
 from equivalence_tests.checker.reach.state import attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import furthest_first

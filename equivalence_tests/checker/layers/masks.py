@@ -211,14 +211,20 @@ class _Reader:
         given = {name: form.build(may, self.heads, torch.get_default_dtype())}
         return ask(lambda: run.run(run.source, run.target, given)).error is None
 
+    @cached_property
+    def _unmasked(self) -> torch.Size:
+        """The shape of what comes back without masks."""
+        return self.run.call(self.run.source, self.run.target).shape
+
     def _output(self, name: str, form: MaskForm, hidden: int | None) -> Tensor | None:
-        """What comes back; None where a form is not taken."""
+        """What comes back; None where a form is not taken, or its queries make tokens that there are not."""
         asked = name, form, hidden
         if asked not in self._outputs:
             given = self._given(name, form, hidden)
             with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
                 found = ask(lambda: self.run.run(self.run.source, self.run.target, given).detach())
-            self._outputs[asked] = found.value
+            taken = found.value is not None and found.value.shape == self._unmasked
+            self._outputs[asked] = found.value if taken else None
         return self._outputs[asked]
 
     def _reached(self, given: Given, form: MaskForm) -> list[Site]:

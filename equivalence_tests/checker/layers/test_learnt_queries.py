@@ -115,3 +115,90 @@ def test_mistakes_beside_latents_are_found(old: str, new: str, sentence: str, tm
     said = report_on(LATENTS.replace(old, new), "Latents", tmp_path)
     assert said.startswith("deviates"), said
     assert sentence in said
+
+
+SETS = """
+import torch
+from torch import nn
+
+
+class Heads(nn.Module):
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, x):
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def forward(self, query, key, value, mask=None):
+        q, k, v = self.split(self.to_q(query)), self.split(self.to_k(key)), self.split(self.to_v(value))
+        s = q @ k.mT / q.size(-1) ** 0.5
+        if mask is not None:
+            s = s.masked_fill(~(mask[:, None, None] if mask.dim() == 2 else mask), -torch.inf)
+        return self.to_out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Meet(nn.Module):
+    def __init__(self, dim, num_heads, rff):
+        super().__init__()
+        self.attention = Heads(dim, num_heads)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.rff = rff
+
+    def forward(self, x, y, mask=None):
+        h = self.norm1(x + self.attention(x, y, y, mask))
+        return self.norm2(h + self.rff(h))
+
+
+class Pool(nn.Module):
+    def __init__(self, dim, num_heads, rff, num_seeds=1):
+        super().__init__()
+        self.meet = Meet(dim, num_heads, rff)
+        self.seeds = nn.Parameter(torch.randn(1, num_seeds, dim))
+
+    def forward(self, x, mask=None):
+        return self.meet(self.seeds.repeat(len(x), 1, 1), x, mask)
+
+
+class Induce(nn.Module):
+    def __init__(self, dim, num_points, num_heads, rff1, rff2):
+        super().__init__()
+        self.meet1, self.meet2 = Meet(dim, num_heads, rff1), Meet(dim, num_heads, rff2)
+        self.points = nn.Parameter(torch.randn(1, num_points, dim))
+
+    def forward(self, x, mask=None):
+        return self.meet2(x, self.meet1(self.points.expand(len(x), -1, -1), x, mask))
+"""
+POST_NORM = """h = self.norm1(x + self.attention(x, y, y, mask))
+        return self.norm2(h + self.rff(h))"""
+PRE_NORM = """h = x + self.attention(self.norm1(x), y, y, mask)
+        return h + self.rff(self.norm2(h))"""
+WRONG_SETS = (
+    ("self.norm1(x + self.attention(", "self.norm1(self.attention(", "The residual is missing"),
+    ("self.norm1(x + self", "self.norm1(x + x.sigmoid() * self", "x.sigmoid() * self.attention(x, y, y, mask) is not"),
+    ("self.norm1(x + self", "self.norm1(x + x + self", "The residual is added twice"),
+    ("(x, y, y, mask)", "(x, y, y)", ""),
+    ("(x, y, y, mask)", "(x, y[:, 1:], y[:, 1:], None if mask is None else mask[:, 1:])", ""),
+    ("s.softmax(-1)", "s.softmax(-2)", "The softmax runs over the queries"),
+)
+
+
+@pytest.mark.parametrize("name", ["Pool", "Induce"])
+@pytest.mark.parametrize("wired", [POST_NORM, PRE_NORM], ids=["post-norm", "pre-norm"])
+def test_blocks_for_sets_may_have_norms_masks_and_a_feed_forward_that_is_handed_over(
+    name: str, wired: str, tmp_path: Path
+) -> None:
+    said = report_on(SETS.replace(POST_NORM, wired), name, tmp_path)
+    assert said.startswith("equal"), said
+    assert "a call with mask" in said
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["Pool", "Induce"])
+@pytest.mark.parametrize(("old", "new", "sentence"), WRONG_SETS, ids=[new for _, new, _ in WRONG_SETS])
+def test_mistakes_in_blocks_for_sets_are_found(old: str, new: str, sentence: str, name: str, tmp_path: Path) -> None:
+    assert old in SETS
+    said = report_on(SETS.replace(old, new), name, tmp_path)
+    assert said.startswith("deviates" if sentence else ("deviates", "unchecked")), said
+    assert sentence in said

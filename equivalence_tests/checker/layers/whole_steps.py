@@ -154,9 +154,9 @@ class Follower:
         kind, path = kind_in(self.module, call.path, self.kinds).replace(OF_POSITIONS, "positions"), call.path
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         attends = kind in ("attention", "layer")
-        for x in call.inputs[: attends and len(data) > 0]:
-            if id(x) in self.learnt and x.shape == call.outputs[0].shape:  # learnt tokens ask those that are given
-                data.insert(0, Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape)))
+        for x in call.inputs[: kind in IN_ORDER]:
+            if self._are_tokens(x, call.outputs[0]):  # learnt tokens, which ask those that are given
+                data.insert(0, self._learnt_tokens(path, x))
         if not data and self.conditions.follow(call.inputs, call.outputs, path):
             return
         if kind == "embedding":
@@ -172,12 +172,28 @@ class Follower:
                 self._given_beside(path, x, data[0])
             self._part(kind, path, data, call.outputs, call.frames)
 
+    def _are_tokens(self, x: Tensor, output: Tensor) -> bool:
+        """Whether a parameter is as many tokens for each sample, and a part makes others of them."""
+        places = self.learnt.get(id(x), ("", x))[1]
+        alike = places.dim() == 3 and bool((places == places[:1]).all())
+        return id(x) in self.learnt and id(x) not in self.values and alike and x.shape[:-1] == output.shape[:-1]
+
+    def _learnt_tokens(self, path: str, x: Tensor) -> Value:
+        """Follow such tokens from here on."""
+        value = Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape))
+        self.values[id(x)] = value
+        self.labels.streams.add(value.terms)
+        self._say_beside(path, self._names(x))
+        return value
+
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
         """Tokens that an attention is given, and that are made of no argument."""
         if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
-            names = self._names(x)
-            said = f"the parameter {names}" if names else ""
-            self.sums.say(f"{path} takes tokens that are made of none that are given", "project", said)
+            self._say_beside(path, self._names(x))
+
+    def _say_beside(self, path: str, names: str) -> None:
+        said = f"the parameter {names}" if names else ""
+        self.sums.say(f"{path} takes tokens that are made of none that are given", "project", said)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
         """A part, or one of torch's functions in its place."""

@@ -125,10 +125,11 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
 )
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.
 ROTATES = r"^rope$|rotary|^pos(itional)?_?enc(oding)?$|^pos(ition)?_?emb(edding)?$"
+FEEDS_FORWARD = r"feed_?forward|^r?ffn?\d?$|^mlp\d?$|(pos(ition)?|row)_?wise"
 PARTS = (
     (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
     (ROTATES, r"rope|rotary|^pos.*(enc|emb)"),
-    (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
+    (FEEDS_FORWARD, r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
     (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
 )
 OF_A_NUMBER = re.compile(

@@ -28,6 +28,7 @@ from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
     COUNTS_KEY_HEADS,
     DROPOUT,
+    FEEDS_FORWARD,
     IMAGE_SIDE,
     MAX_LEN,
     OF_A_NUMBER,
@@ -45,11 +46,11 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import (
     asked_of_parents,
+    callers_scales,
     compared_by,
     keys_for,
     parameters_of,
     ranked,
-    scales_of,
     used_as,
 )
 from equivalence_tests.checker.reach.state import prepare
@@ -295,7 +296,7 @@ def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
     divisor = PATCH_SIDE if value_for(whole, sizes)[1] == IMAGE_SIDE else divisor
     used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers, "counts": 0}
     used["decides"] = bool(ASKED_FOR.search(name))
-    return (True, used[use]) if use else (known, value)
+    return (True, used[use]) if use in used else (known, value)
 
 
 def _override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) -> list[Any]:
@@ -320,7 +321,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     known, value = _value(target, parameter.name, sizes)
     if keys_for(target, parameter.name):
         return [value]
-    plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or used_as(target).get(name)
+    runs = used_as(target).get(parameter.name) == "runs"
+    plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or (used_as(target).get(name) and not runs)
     if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
@@ -341,8 +343,11 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     if ambiguous := first_match(name, AMBIGUOUS, None):
         squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
         guesses = [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
-    elif isinstance(value, str) and re.search("Callable|Module", str(asked)):  # an activation, by name or as it is
+    elif isinstance(value, str) and (runs or re.search("Callable|Module", str(asked))):  # an activation, or its name
         guesses = [nn.ReLU(), value]
+    elif runs and re.search(FEEDS_FORWARD, name):  # that of torch's layers, where no class beside is one
+        width, hidden = sizes.embed_dim, sizes.ff_dim
+        guesses = [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
     elif known:
         guesses = [value] if value != sizes.embed_dim else [value, (value,)]
     return [*(one for one in made if one is not None), *guesses]
@@ -351,17 +356,6 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
 def _inner(name: str, sizes: Sizes) -> list[Sizes]:
     """Give the sizes of a part that is handed over: what rotates is mostly called on one head."""
     return [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]
-
-
-def callers_scales(target: Any) -> dict[str, float]:
-    """Name the required arguments that the scores are divided or multiplied by, and no size: only a caller knows them.
-
-    Returns:
-        For each name the power of the width of a head that it is given.
-    """
-    required = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(target) if p.default is p.empty}
-    free = {name for name, value in required.items() if value is None or isinstance(value, bool)}
-    return {name: power for name, power in scales_of(target).items() if name in free} if free else {}
 
 
 def _classes_beside(target: Any) -> list[type]:

@@ -115,7 +115,7 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
 
 def run_layer(trial: Trial) -> ModelRun:
     """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is."""
-    inputs, alone, parameters = trial.inputs(seed=0), trial.plan.self_attention, parameters_of(trial.function)
+    inputs, alone, parameters = trial.inputs(seed=0), "query" not in trial.plan.given, parameters_of(trial.function)
     missing = alone and any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
     names = (p.name for p in parameters if _role(p) == "mask")  # one of the memory that is missing has nothing to hide
     masks = tuple(name for name in names if not (missing and OF_SOURCE.search(name.lower())))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -157,11 +157,12 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
 
     Returns:
         For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
-        "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, or "decides",
-        if all that is asked is whether it is true.
+        "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, "runs", if it
+        is called as a sub-module is, or "decides", if all that is asked is whether it is true.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = dict.fromkeys(_only_tested(nodes_of(target)), "decides")
+    used |= dict.fromkeys(_run_by(nodes_of(target)), "runs")
     for node in nodes_of(target):
         match node:
             case ast.BinOp(whole, ast.FloorDiv() | ast.Mod(), ast.Name(id=name) | ast.Attribute(attr=name)):
@@ -190,14 +191,26 @@ def _only_tested(nodes: Sequence[ast.AST]) -> Iterator[str]:
         match node:
             case ast.If(test=test) | ast.IfExp(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
                 tested.add(test)
-            case ast.Assign(targets=[target], value=value):
-                pairs = zip(getattr(target, "elts", [target]), getattr(value, "elts", [value]), strict=False)
-                kept |= {x for own, x in pairs if getattr(own, "attr", "") == getattr(x, "id", None)}
+            case ast.Assign():
+                kept |= {x for own, x in _pairs(node) if getattr(own, "attr", "") == getattr(x, "id", None)}
     loads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
     uses: dict[str, list[ast.AST]] = {}
     for node in loads:
         uses.setdefault(getattr(node, "id", getattr(node, "attr", "")), []).append(node)
     yield from (name for name, every in uses.items() if {*every} & tested and {*every} <= tested | kept)
+
+
+def _pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Give what an assignment assigns to, each with its value."""
+    target, value = node.targets[0], node.value
+    yield from zip(getattr(target, "elts", [target]), getattr(value, "elts", [value]), strict=False)
+
+
+def _run_by(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Name what is kept as it is, and called under the name that it is kept by."""
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    kept = itertools.chain.from_iterable(_pairs(node) for node in nodes if isinstance(node, ast.Assign))
+    yield from (x.id for own, x in kept if isinstance(x, ast.Name) and ast.unparse(own) in called)
 
 
 def _handed_over(call: ast.Call, made: Any) -> list[tuple[str, ast.expr]]:
@@ -295,6 +308,17 @@ def scales_of(target: Any) -> dict[str, float]:
                 if names.count(name) == len(uses) == 1 and (power := uses.pop()):
                     scales[name] = power
     return scales
+
+
+def callers_scales(target: Any) -> dict[str, float]:
+    """Name the required arguments that the scores are divided or multiplied by, and no size: only a caller knows them.
+
+    Returns:
+        For each name the power of the width of a head that it is given.
+    """
+    required = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(target) if p.default is p.empty}
+    free = {name for name, value in required.items() if value is None or isinstance(value, bool)}
+    return {name: power for name, power in scales_of(target).items() if name in free} if free else {}
 
 
 def scripted_signature(schema: Any) -> inspect.Signature:
