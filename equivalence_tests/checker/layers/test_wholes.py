@@ -63,7 +63,7 @@ def steps_of(module: nn.Module, given: dict[str, Any]) -> list[Step]:
     with called_by_hooks(module):
         run = Call(module, (), given).run(read=False)
     kinds = {path: kind for path, kind in atoms_of(module).items() if kind}
-    masks = [name for name in given if "mask" in name]
+    masks = dict.fromkeys(name for name in given if "mask" in name)
     return Follower(module, run.recorder, kinds, masks).steps(list(tensors_in((run.output,))))
 
 

@@ -122,18 +122,33 @@ class Calls:
             raise UnreadError("its forward is not what is called")
         return Call(self.module, (), bound(self.module, *seen[0][1:]))
 
+    def hidden(self, place: int) -> dict[str, Tensor]:
+        """Give the tokens, (batch, len), that each mask hides from all queries in the first or the second call."""
+        sizes = self.sizes[place]
+        source = sizes.source or self.run.source.size(1)
+        may = {
+            mask.name: self._may_attend(mask, sizes.batch, source, sizes.target or source, 3 + place)
+            for mask in self.masks
+        }
+        return {name: ~x.any(1) for name, x in may.items()}
+
+    @staticmethod
+    def _may_attend(mask: Mask, batch: int, source: int, target: int, seed: int) -> Tensor:
+        """Draw which query may look at which key, as far as a mask can say it."""
+        assert mask.form is not None  # it is known what it means
+        reads = {site.reads for site in mask.reached}
+        queries, keys = source if "source" in reads else target, target if reads == {"target"} else source
+        return draw_masks(mask.form.pattern, batch, queries, keys, seed)
+
     def _masks(self, source: Tensor, target: Tensor | None, seed: int, names: Collection[str]) -> Given:
         """Draw the masks that are required, and those of these names."""
         known = inspect.signature(self.module.forward).parameters
         required = {name for name, x in known.items() if x.default is x.empty}
-        lengths = {"source": source.size(1), "target": (source if target is None else target).size(1)}
+        length = (source if target is None else target).size(1)
         given: dict[str, Tensor] = {}
         for mask in (mask for mask in self.masks if mask.name in names or mask.name in required):
             assert mask.form is not None  # it is known what it means
-            reads = {site.reads for site in mask.reached}
-            queries = lengths["source" if "source" in reads else "target"]
-            keys = lengths["target" if reads == {"target"} else "source"]
-            may = draw_masks(mask.form.pattern, len(source), queries, keys, seed)
+            may = self._may_attend(mask, len(source), source.size(1), length, seed)
             given[mask.name] = mask.form.build(may, self.heads, torch.get_default_dtype())
         return given
 

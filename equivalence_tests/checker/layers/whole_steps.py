@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Rec
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_conditions import Conditions
+from equivalence_tests.checker.layers.whole_hidden import Hidden
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
@@ -23,7 +24,9 @@ from equivalence_tests.checker.layers.whole_values import (
     Terms,
     Value,
     are_positions,
+    are_tokens,
     events_in,
+    factor_of,
     kind_in,
     lies_in_order,
     lies_whole,
@@ -55,26 +58,27 @@ class Follower:
         module: The layer, stack or model.
         recorder: The run.
         kinds: What each part is, by its path; "layer" for one that adds its own residual.
-        hides: The arguments that are masks.
+        hides: The arguments that are masks, and the tokens that each hides from all; None where that is not known.
     """
 
     module: nn.Module
     recorder: Recorder
     kinds: Mapping[str, str]
-    hides: Collection[str]
+    hides: Mapping[str, Tensor | None]
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
     learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
     conditions: Conditions = field(default_factory=Conditions)
     added: set[str] = field(default_factory=set)  # the arguments that hold positions
     sums: Sums = field(init=False)
+    hidden: Hidden = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
     calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
 
     def __post_init__(self) -> None:
         self.paths = {path for path, _ in self.module.named_modules()}
-        self.sums = Sums(self.labels, self.paths)
+        self.sums, self.hidden = Sums(self.labels, self.paths), Hidden(self.hides)
 
     def steps(self, outputs: list[Tensor]) -> list[Step]:
         """List what stands between the parts that is not torch's, each with the evidence that it is intended.
@@ -139,7 +143,7 @@ class Follower:
             self.learnt[id(x)] = argument, torch.arange(x.numel()).view_as(x)
             self.added.add(argument)
             return
-        hidden = argument in self.hides or role_of_parameter(argument) == "angles" or x.dtype == torch.bool
+        hidden = self.hidden.given(argument, x) or role_of_parameter(argument) == "angles" or x.dtype == torch.bool
         if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs) or x.dim() < 2:
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
@@ -155,8 +159,8 @@ class Follower:
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         attends = kind in ("attention", "layer")
         for x in call.inputs[: kind in IN_ORDER]:
-            if self._are_tokens(x, call.outputs[0]):  # learnt tokens, which ask those that are given
-                data.insert(0, self._learnt_tokens(path, x))
+            if id(x) in self.learnt and id(x) not in self.values and are_tokens(self.learnt[id(x)][1], call.outputs[0]):
+                data.insert(0, self._learnt_tokens(path, x))  # which ask those that are given
         if not data and self.conditions.follow(call.inputs, call.outputs, path):
             return
         if kind == "embedding":
@@ -172,28 +176,18 @@ class Follower:
                 self._given_beside(path, x, data[0])
             self._part(kind, path, data, call.outputs, call.frames)
 
-    def _are_tokens(self, x: Tensor, output: Tensor) -> bool:
-        """Whether a parameter is as many tokens for each sample, and a part makes others of them."""
-        places = self.learnt.get(id(x), ("", x))[1]
-        alike = places.dim() == 3 and bool((places == places[:1]).all())
-        return id(x) in self.learnt and id(x) not in self.values and alike and x.shape[:-1] == output.shape[:-1]
-
     def _learnt_tokens(self, path: str, x: Tensor) -> Value:
         """Follow such tokens from here on."""
         value = Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape))
         self.values[id(x)] = value
         self.labels.streams.add(value.terms)
-        self._say_beside(path, self._names(x))
+        self.sums.made_of_none(path, self._names(x))
         return value
 
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
         """Tokens that an attention is given, and that are made of no argument."""
         if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
-            self._say_beside(path, self._names(x))
-
-    def _say_beside(self, path: str, names: str) -> None:
-        said = f"the parameter {names}" if names else ""
-        self.sums.say(f"{path} takes tokens that are made of none that are given", "project", said)
+            self.sums.made_of_none(path, self._names(x))
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
         """A part, or one of torch's functions in its place."""
@@ -202,13 +196,7 @@ class Follower:
             self.sums.positioned(value, kind, path)
         if kind == "attention":
             self.sums.attended(path, data)
-        if kind == "positions" and self.labels.kind(data[0]) == "positions":
-            self.sums.say(f"{path} adds positions to what has positions", "scores")
-        if kind == "convolution":
-            own = f"the sub-module {path}, a {type(self.module.get_submodule(path)).__name__}"
-            self.sums.say(f"{path} mixes neighbouring tokens", "project", own)
-        if kind == "linear" and self.labels.kind(data[0]) in ("linear", "feed_forward"):
-            self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
+        self.sums.behind(data[0], kind, path, self.module)
         if kind == "linear" and self.labels.kind(data[0]) == "given":
             kind = "embedding"  # of features, or of patches
         if kind == "layer":  # of a source and a target the one whose tokens come back is first
@@ -254,6 +242,10 @@ class Follower:
             return
         if not data:
             self._of_constants(operation)
+            self.hidden.follow(operation)
+        elif len(data) == 1 and lies_in_order(data[0].places) and (by := self.hidden.blanked(operation)):
+            self.sums.say("the tokens that are hidden are set to 0", "project", f"{by} says that they are no tokens")
+            self._give(made, data[0])
         elif label := self.conditions.changed(operation, data, self.sums):
             self._give([operation.outputs[0].tensor], Value(((label, 1.0),), data[0].places))
         elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values and not rounds(operation):
@@ -301,6 +293,7 @@ class Follower:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
         out = operation.outputs[0]
         if out.value.dtype == torch.bool or out.value.dim() != data[0].places.dim():
+            self.hidden.compared(operation)
             return
         shifted = operation.name == "cat" and len(data) == 1
         said = "a first one that is always the same stands before them, as before what is to be predicted"
@@ -402,10 +395,8 @@ class Follower:
 
     def _multiplied(self, operation: Operation, data: list[Value]) -> None:
         tensors, out = [slot.tensor for slot in operation.inputs], operation.outputs[0].tensor
-        constant = [x for x in tensors if id(x) not in self.values and id(x) not in self.learnt and x.numel() == 1]
-        numbers = [x for x in operation.skeleton if isinstance(x, int | float)] if len(tensors) == 1 else constant
-        if len(data) == 1 and len(numbers) == 1 and numbers[0] is not tensors[0]:
-            factor = float(numbers[0]) if operation.name == "mul" else 1 / float(numbers[0])
+        factor = factor_of(operation, lambda x: id(x) in self.values or id(x) in self.learnt)
+        if len(data) == 1 and factor is not None:
             self._give([out], Value(scaled(data[0].terms, factor), data[0].places))
             return
         gains = [x for x in tensors if id(x) in self.learnt]
@@ -448,12 +439,7 @@ class Follower:
         if not known:
             raise UnreadError("what comes back could not be followed")
         self.returned = known[0].terms
-        for value in known[:1]:
-            self.sums.used(value, "the output")
-            if value.places.dim() and not lies_in_order(value.places):
-                self.sums.say("the tokens or features that come back lie in another order", "output")
-            for label, _ in value.terms:
-                self.labels.users.setdefault(label, set()).add("output")
+        self.sums.come_back(known[0])
 
     def _names(self, *tensors: Tensor) -> str:
         return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.layers.whole_values import BASES, FEATURES, Labels, Made, Terms, Value
+from equivalence_tests.checker.layers.whole_values import BASES, FEATURES, Labels, Made, Terms, Value, lies_in_order
 from equivalence_tests.checker.reporting.lines import code_lines
 
 GIVEN = ("given", "embedding", "table", "positions", "added")
@@ -132,6 +132,30 @@ class Sums:
         for name in self.labels.added(value) if kind != "attention" else ():
             said = "the name of the argument says positions" * (kind == "layer")
             self.say(f"{name}: added to what {path} takes", "scores", said)
+
+    def behind(self, value: Value, kind: str, path: str, module: nn.Module) -> None:
+        """Say what is strange in a part that takes what another gave."""
+        before = self.labels.kind(value)
+        if kind == before == "positions":
+            self.say(f"{path} adds positions to what has positions", "scores")
+        if kind == "convolution":
+            own = f"the sub-module {path}, a {type(module.get_submodule(path)).__name__}"
+            self.say(f"{path} mixes neighbouring tokens", "project", own)
+        if kind == "linear" and before in ("linear", "feed_forward"):
+            self.say(f"{path} stands behind another matrix with nothing between", "project")
+
+    def made_of_none(self, path: str, name: str) -> None:
+        """Say that a part takes tokens that are learnt, or of unknown origin."""
+        said = f"the parameter {name}" if name else ""
+        self.say(f"{path} takes tokens that are made of none that are given", "project", said)
+
+    def come_back(self, value: Value) -> None:
+        """Ask of what comes back whether it is the stream of tokens, in order."""
+        self.used(value, "the output")
+        if value.places.dim() and not lies_in_order(value.places):
+            self.say("the tokens or features that come back lie in another order", "output")
+        for label, _ in value.terms:
+            self.labels.users.setdefault(label, set()).add("output")
 
     def say_strange(self, operation: Operation) -> None:
         """Note an operation between the parts, with its line."""

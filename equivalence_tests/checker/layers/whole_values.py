@@ -223,6 +223,21 @@ def are_positions(argument: str, x: Tensor, given: Iterable[Tensor]) -> bool:
     return bool(named) and any(other.shape == x.shape for other in given if other is not x)
 
 
+def are_tokens(places: Tensor, output: Tensor) -> bool:
+    """Whether what is cut of a parameter is the same for all samples, and as many tokens as a part makes."""
+    return places.dim() == 3 and places.shape[:2] == output.shape[:2] and bool((places == places[:1]).all())
+
+
+def factor_of(operation: Operation, is_known: Callable[[Tensor], bool]) -> float | None:
+    """Give the number by which tensors that are followed are multiplied, or divided; None where it is none."""
+    first, *_ = tensors = [slot.tensor for slot in operation.inputs]
+    constant = [x for x in tensors if not is_known(x) and x.numel() == 1]
+    numbers = [x for x in operation.skeleton if isinstance(x, int | float)] if len(tensors) == 1 else constant
+    if len(numbers) != 1 or numbers[0] is first:
+        return None
+    return float(numbers[0]) if operation.name == "mul" else 1 / float(numbers[0])
+
+
 def written_activation(x: Tensor, operations: Sequence[Operation]) -> tuple[str, Operation] | None:
     """Name the activation of a tensor that several operations make behind it, and give the last of them."""
     wanted, found = {name: ACTIVATIONS[name](x) for name in NAMES}, None

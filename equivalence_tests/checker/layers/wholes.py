@@ -104,12 +104,19 @@ class Whole:
         return found
 
     def _followed(self) -> tuple[Run, Follower]:
-        """Follow one run, and note the steps that torch does not have."""
-        run = self._run(0, masked=False)
-        hides = {mask.name for mask in self.masks} | {*self.run.masks}
-        follower = Follower(self.module, run.recorder, self.kinds, hides)
-        self.steps = tuple(follower.steps(list(tensors_in((run.output,)))))
+        """Follow one run, and one with the masks that may be left out, and note the steps that torch does not have."""
+        run, follower = self._follow(masked=False)
+        steps = follower.steps(list(tensors_in((run.output,))))
+        if any(self._may_be_none(mask.name) for mask in self.calls.masks):
+            masked, other = self._follow(masked=True)
+            steps += other.steps(list(tensors_in((masked.output,))))
+        self.steps = tuple(dict.fromkeys(steps))
         return run, follower
+
+    def _follow(self, masked: bool) -> tuple[Run, Follower]:
+        run = self._run(0, masked)
+        hides = dict.fromkeys([*(mask.name for mask in self.masks), *self.run.masks]) | self.calls.hidden(0)
+        return run, Follower(self.module, run.recorder, self.kinds, hides)
 
     def is_explained(self, report: Report) -> bool:
         """Whether all that torch does not have is intended, by what a report says."""

@@ -94,7 +94,7 @@ def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
     inputs, module = trial.inputs(), trial.function
     assert isinstance(module, nn.Module)  # layers are modules
     run = Call(lambda: trial.returned(inputs), (), module=module).run(read=False)
-    follower = Follower(module, run.recorder, kinds, ())
+    follower = Follower(module, run.recorder, kinds, {})
     for name, x in [(_given_as(x, inputs), x) for x in run.recorder.calls[0].inputs]:
         if name:
             follower.given(name, x)

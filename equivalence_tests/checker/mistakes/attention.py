@@ -525,6 +525,7 @@ WRAPS = (
         "output = LayerNorm(x) + f(LayerNorm(x))",
         "Keep x from before the LayerNorm and add that.",
         (ENDS["pre_norm"], "return y + attended"),
+        on_purpose_in="The released code of SASRec does so.",
     ),
     _wrap(
         "norm_fresh_in_forward",
