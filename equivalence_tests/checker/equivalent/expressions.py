@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.reach.calling import columns_of
@@ -22,10 +23,17 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "softplus": F.softplus,
 }
+OWN_NORM = "torch's own norm of each token, called by its name"
+# Of the features of each token, without a parameter.
+NORMS: Mapping[str, Callable[..., Tensor]] = {
+    "layer_norm": lambda x, width, eps: F.layer_norm(x, (width,), eps=eps),
+    "rms_norm": lambda x, width, eps: F.rms_norm(x, (width,), eps=eps),
+}
 # What expressions are made by: a gate or a gain is a product; spread, a number of each head is given to its features;
 # of what is cut, only some tokens (axis 1) or features (axis 2) are kept, so many from the first on.
 FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     **ACTIVATIONS,
+    **NORMS,
     "sum": operator.add,
     "product": operator.mul,
     "scaled": lambda x, factor: factor * x,
@@ -160,7 +168,7 @@ class Made(Expression):
 
     name: str
     inner: tuple[Expression, ...]
-    numbers: tuple[float, ...] = ()
+    numbers: tuple[float | None, ...] = ()
 
     def _of(self, values: Values) -> Tensor:
         return FUNCTIONS[self.name](*(x(values) for x in self.inner), *self.numbers)
@@ -194,6 +202,13 @@ class Joined(Expression):
     def _of(self, values: Values) -> Tensor:
         made = ((x(values), any(isinstance(one, Given) for one in all_of(x))) for x in self.inner)
         return torch.cat([x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made], 1)
+
+
+def own_norm(operation: Operation) -> str:
+    """Say that an operation is a norm of torch's without a parameter, of the features of each token; "" if not."""
+    shape = operation.argument(1, "normalized_shape") if operation.name in NORMS else ()
+    alone = len(operation.inputs) == 1 and tuple(shape) == operation.outputs[0].value.shape[-1:]
+    return OWN_NORM if alone else ""
 
 
 def inner_of(expression: Expression) -> tuple[Expression, ...]:
@@ -258,17 +273,19 @@ class Evidence:
                 twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
-                yield from self._made(one)
+                yield from self._made(one, stage)
         sums = [one for one in all_of(expression) if isinstance(one, Made) and one.name == "sum"]
         if stage == "output" and any(map(_is_given, (x for one in sums for x in one.inner))):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
 
-    def _made(self, one: Made) -> Iterator[Step]:
+    def _made(self, one: Made, stage: str) -> Iterator[Step]:
         """List what speaks for itself in no name."""
         if one.name == "cut":
             yield Step(f"a part of the {'tokens' if one.numbers[0] == 1 else 'features'}", self._of_class(one), "cut")
         elif one.name == "scaled" and not isinstance(one.inner[0], Mapped | Learnt):  # such take the number in
             yield Step(f"times {one.numbers[0]:.6g}", "", "factor")
+        elif one.name in NORMS:
+            yield Step(f"{one.name} without a parameter", OWN_NORM, stage)
         elif one.name in ACTIVATIONS and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
             yield Step(one.name, "", "gate")
         elif one.name == "product" and len({*one.inner}) < len(one.inner):

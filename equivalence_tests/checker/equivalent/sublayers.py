@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from equivalence_tests.checker.equivalent.expressions import (
+    NORMS,
     Attended,
     Called,
     Expression,
@@ -83,11 +84,13 @@ class Sublayers:
 
     def _bare(self, one: Expression) -> Expression:
         """Leave out the norms around something."""
-        while isinstance(one, Called) and len(one.inner) == 1 and self._is_norm(one):
+        while isinstance(one, Called | Made) and len(one.inner) == 1 and self._is_norm(one):
             one = one.inner[0]
         return one
 
-    def _is_norm(self, one: Called) -> bool:
+    def _is_norm(self, one: Called | Made) -> bool:
+        if isinstance(one, Made):
+            return one.name in NORMS
         assert self.module is not None  # it has sub-modules
         return is_norm(self.module.get_submodule(one.path))
 

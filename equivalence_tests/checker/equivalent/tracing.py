@@ -21,6 +21,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Made,
     Mapped,
     all_of,
+    own_norm,
 )
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
@@ -29,6 +30,7 @@ from equivalence_tests.checker.reporting.lines import code_lines
 PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
 CUTS = words("getitem narrow select split chunk unbind")
 OF_LEARNT = words("exp clamp clip")
+EPS = {"layer_norm": 1e-5, "rms_norm": None}
 MOST = 64  # steps, after which it is given up
 
 
@@ -135,6 +137,9 @@ class Tracer:
             return scaled if factor == 1 else Made("scaled", (scaled,), (factor,))
         if name in OF_LEARNT:
             return self._of_learnt(operation, x)
+        if own_norm(operation):
+            numbers = x.size(-1), operation.argument(4 if name == "layer_norm" else 3, "eps", EPS[name])
+            return Made(name, (self.read(x, operation.index),), numbers)
         return Made(name, (self.read(x, operation.index),)) if name in ACTIVATIONS else None
 
     def _of_two(self, operation: Operation, one: Tensor, other: Tensor, made: Tensor) -> Expression | None:

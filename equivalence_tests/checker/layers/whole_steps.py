@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.equivalent.expressions import own_norm
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_conditions import Conditions
@@ -316,7 +317,7 @@ class Follower:
     def _by_function(self, kind: str, operation: Operation, data: list[Value]) -> None:
         path = self._names(*(slot.tensor for slot in operation.inputs[1:])) or f"{operation.name} {operation.index}"
         if kind == "layer_norm" and len(operation.inputs) == 1:
-            self.sums.say(f"{operation.name} without a parameter", "project")
+            self.sums.say(f"{operation.name} without a parameter", "project", own_norm(operation))
         self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
     def _moved(self, operation: Operation, value: Value) -> None:

@@ -135,12 +135,13 @@ class Sums:
 
     def behind(self, value: Value, kind: str, path: str, module: nn.Module) -> None:
         """Say what is strange in a part that takes what another gave."""
-        before = self.labels.kind(value)
+        before, own = self.labels.kind(value), module.get_submodule(path) if path in self.paths else module
         if kind == before == "positions":
             self.say(f"{path} adds positions to what has positions", "scores")
         if kind == "convolution":
-            own = f"the sub-module {path}, a {type(module.get_submodule(path)).__name__}"
-            self.say(f"{path} mixes neighbouring tokens", "project", own)
+            self.say(f"{path} mixes neighbouring tokens", "project", f"the sub-module {path}, a {type(own).__name__}")
+        if kind == "layer_norm" and path in self.paths and len(getattr(own, "normalized_shape", ())) > 1:
+            self.say(f"{path} normalises several tokens as one", "project")
         if kind == "linear" and before in ("linear", "feed_forward"):
             self.say(f"{path} stands behind another matrix with nothing between", "project")
 

@@ -34,6 +34,7 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.model_calls import ModelRun, run_layer
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise, Proof
@@ -107,7 +108,8 @@ class Whole:
         """Follow one run, and one with the masks that may be left out, and note the steps that torch does not have."""
         run, follower = self._follow(masked=False)
         steps = follower.steps(list(tensors_in((run.output,))))
-        if any(self._may_be_none(mask.name) for mask in self.calls.masks):
+        left = any(self._may_be_none(mask.name) for mask in self.calls.masks)
+        if left and ask(partial(self._run, 0, True)).error is None:
             masked, other = self._follow(masked=True)
             steps += other.steps(list(tensors_in((masked.output,))))
         self.steps = tuple(dict.fromkeys(steps))

@@ -1,0 +1,94 @@
+"""Norms without a parameter are torch's, where they are of each token; they stand where other norms do."""
+
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.verify import verify
+
+TEXT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def norm(x):
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Heads(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def split(self, x):
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, x, y, mask=None):
+        q, k, v = self.split(self.q(x)), self.split(self.k(y)), self.split(self.v(y))
+        return self.o(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads, hidden):
+        super().__init__()
+        self.attn = Heads(dim, heads)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        h = norm(x)
+        x = x + self.attn(h, h)
+        return x + self.down(F.relu(self.up(norm(x))))
+
+
+class CrossAttention(Block):
+    def forward(self, x, y, mask):
+        h = norm(x)
+        x = x + self.attn(h, y, mask)
+        return x + self.down(F.relu(self.up(norm(x))))
+"""
+JOINT = "F.layer_norm(x, x.shape[1:])"
+WRONG = (
+    ("h = norm(x)", f"h = {JOINT}", f"{JOINT} is not part of"),
+    ("x = x + self.attn", "x = h + self.attn", ""),
+    ("x + self.down", "norm(x) + self.down", ""),
+    ("h = norm(x)", "h = norm(x) * 2", ""),
+)
+MODULES = TEXT.replace("def __init__(self, dim, heads, hidden)", "def __init__(self, dim, heads, hidden, seq_len)")
+MODULES = MODULES.replace(
+    "self.attn = Heads(dim, heads)", "self.attn, self.norm = Heads(dim, heads), nn.LayerNorm(dim)"
+)
+MODULES = MODULES.replace("h = norm(x)", "h = self.norm(x)")
+
+
+def report_on(text: str, name: str, folder: Path) -> str:
+    (folder / "theirs.py").write_text(text, encoding="utf-8")
+    report = verify(f"{folder / 'theirs.py'}:{name}")
+    return f"{report.verdict}: {' '.join(str(report).split())}"
+
+
+@pytest.mark.parametrize("own", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("name", ["Block", "CrossAttention"])
+def test_a_norm_of_each_token_needs_no_parameter(name: str, own: str, tmp_path: Path) -> None:
+    said = report_on(TEXT.replace("F.rms_norm", f"F.{own}"), name, tmp_path)
+    assert said.startswith("equal"), said
+    assert f"{own} without a parameter: torch's own norm of each token, called by its name" in said
+
+
+@pytest.mark.parametrize("name", ["Block", "CrossAttention"])
+@pytest.mark.parametrize(("old", "new", "sentence"), WRONG, ids=[new for _, new, _ in WRONG])
+def test_a_norm_elsewhere_or_of_several_tokens_is_not_passed_over(
+    old: str, new: str, sentence: str, name: str, tmp_path: Path
+) -> None:
+    assert old in TEXT
+    said = report_on(TEXT.replace(old, new), name, tmp_path)
+    assert said.startswith("deviates" if sentence else ("deviates", "unchecked")), said
+    assert sentence in said
+
+
+def test_a_module_that_normalises_several_tokens_as_one_is_not_passed_over(tmp_path: Path) -> None:
+    assert report_on(MODULES, "Block", tmp_path).startswith("equal")
+    said = report_on(MODULES.replace("nn.LayerNorm(dim)", "nn.LayerNorm((seq_len, dim))"), "Block", tmp_path)
+    assert said.startswith("unchecked"), said
+    assert "norm normalises several tokens as one" in said
