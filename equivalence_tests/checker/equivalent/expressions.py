@@ -206,9 +206,10 @@ class Joined(Expression):
 
 def own_norm(operation: Operation) -> str:
     """Say that an operation is a norm of torch's without a parameter, of the features of each token; "" if not."""
-    shape = operation.argument(1, "normalized_shape") if operation.name in NORMS else ()
-    alone = len(operation.inputs) == 1 and tuple(shape) == operation.outputs[0].value.shape[-1:]
-    return OWN_NORM if alone else ""
+    if operation.name not in NORMS or len(operation.inputs) > 1:
+        return ""
+    shape = operation.argument(1, "normalized_shape")
+    return OWN_NORM if tuple(shape) == operation.outputs[0].value.shape[-1:] else ""
 
 
 def inner_of(expression: Expression) -> tuple[Expression, ...]:
