@@ -128,7 +128,10 @@ class Meetings:
         elif codes is not None:
             tokens = self._numbered_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
         parents = tuple(sources_in(self.codes.get(slot.key)))
-        _, column = contraction.right[:, :, 0].unique(return_inverse=True)
+        weight = operation.inputs[contraction.sides[1]].value.flatten()[contraction.right]
+        repeated = bool((weight == weight[:1]).all())  # one matrix for each sample, all the same
+        right = contraction.right[:1].expand_as(contraction.right) if repeated else contraction.right
+        _, column = right[:, :, 0].unique(return_inverse=True)
         parts = _parts_of_rows(contraction, codes)
         if _share_names(tokens, parts, contraction, slot.value):  # as pieces of one token, of which one is filled up
             tokens = self.tokens + torch.arange(tokens.numel()).view_as(tokens)

@@ -145,15 +145,15 @@ def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:
     return list(found.values())
 
 
-def matrix_of(attention: Attention, operation: Operation | None) -> tuple[str, int]:
-    """Name the parameter that is the matrix of a product, "" if none is, and say where in memory it starts."""
+def matrix_of(attention: Attention, operation: Operation | None) -> tuple[str, float]:
+    """Name the parameter that is the matrix of a product, "" if none is, and give the number that it begins with."""
     if operation is None or operation.name not in CONTRACTIONS:
-        return "", 0
+        return "", 0.0
     followed, recorder = attention.run.names, attention.run.recorder
     tokens = {source.slot.key for source in followed.sources.values()} | {x.key for x, _ in followed.taken(operation)}
     pairs = zip(operation.inputs, operation.origins, strict=True)
     for slot, bits in sorted(pairs, key=lambda pair: pair[0].key in tokens):  # tokens may be learnt too
         given = any(name.startswith("arg:") for name in recorder.named(bits))
         if slot.value.dim() >= 2 and not given and recorder.parameters(bits):
-            return recorder.parameters(bits)[0], slot.value.data_ptr()
-    return "", 0
+            return recorder.parameters(bits)[0], float(slot.value.flatten()[0])
+    return "", 0.0

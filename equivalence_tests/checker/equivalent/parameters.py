@@ -71,6 +71,11 @@ class Parameters:
         pieces = [parameter.reshape(-1).double() for parameter in self.named.values()]
         return torch.cat(pieces) if pieces else torch.zeros(1, dtype=torch.float64)
 
+    def places(self, name: str) -> Tensor:
+        """Give the places of the elements of a parameter, in its shape."""
+        shape = self.named[name].shape
+        return torch.arange(shape.numel()).view(shape) + self.start[name]
+
     def taken(self, places: Tensor) -> Tensor:
         """Give the elements at some places; 0 where the place is -1."""
         return torch.where(places >= 0, self.end_to_end()[places.clamp_min(0)], 0.0)

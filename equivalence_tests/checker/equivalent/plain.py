@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.contracts.projecting import OWN
+from equivalence_tests.checker.engine.contracts.projecting import OWN, any_number
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Made
@@ -73,32 +73,54 @@ Rows = tuple[Tensor, Tensor]
 
 def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
     """Find the weights of queries, keys and values by their names or sizes, and the path of the output projection."""
-    linears = {path: shape for path, x in module.named_modules() if (shape := _shape(x)) is not None}
-    named = {role: [path for path in linears if said.search(path)] for role, said in OWN.items()}
+    matrices = _matrices(module)
+    named = {role: [path for path in matrices if said.search(path)] for role, said in OWN.items()}
     alone = {role: paths[0] for role, paths in named.items() if len(paths) == 1}
-    rest = [path for path in linears if path not in alone.values()]
-    rows = {role: _rows(module, path) for role, path in alone.items()}
+    rest = [path for path in matrices if path not in alone.values()]
+    rows = {role: matrices[path] for role, path in alone.items()}
     missing = [role for role in OWN if role not in rows]
     if len({*alone.values()}) < len(alone):
         return None
     if missing:
-        packed = next((path for path in rest if linears[path][0] % len(missing) == 0 and _packs(path)), "")
+        packed = next((path for path in rest if len(matrices[path][0]) % len(missing) == 0 and _packs(path)), "")
         packed = packed or (rest[0] if len(missing) == 3 and len(rest) in (1, 2) else "")
-        if not packed or len(missing) == 1 or linears[packed][0] % len(missing):
+        if not packed or len(missing) == 1 or len(matrices[packed][0]) % len(missing):
             return None
-        weight, bias = _rows(module, packed)
+        weight, bias = matrices[packed]
         rows |= dict(zip(missing, zip(weight.chunk(len(missing)), bias.chunk(len(missing)), strict=True), strict=True))
         rest.remove(packed)
-    if len(rest) > 1 or (rest and linears[rest[0]][1] % len(rows["query"][0])):
+    if len(rest) > 1 or (rest and matrices[rest[0]][0].size(1) % len(rows["query"][0])):
         return None
     return rows, next(iter(rest), "")
 
 
-def _shape(module: nn.Module) -> torch.Size | None:
-    """The shape of the weight of a linear layer, traced or not; None for another module."""
-    is_linear = type(module) is nn.Linear or getattr(module, "original_name", "") == "Linear"
-    weight = module.weight if is_linear else None
-    return weight.shape if isinstance(weight, Tensor) else None
+def _matrices(module: nn.Module) -> dict[str, Rows]:
+    """List the weights and biases of linear layers by path; what a list holds for each head is one matrix.
+
+    Parameters of two axes in such a list are matrices, too: x @ weight.
+    """
+    found: dict[str, list[Rows]] = {}
+    for path, child in module.named_modules():
+        if _is_linear(child):
+            found.setdefault(any_number(path), []).append(_rows(module, path))
+        for name, x in (
+            child.named_parameters(prefix=path, recurse=False) if isinstance(child, nn.ParameterList) else ()
+        ):
+            if x.dim() == 2:
+                weight = Parameters.of(module).places(name).mT
+                found.setdefault(any_number(name), []).append((weight, torch.full(weight.shape[:1], -1)))
+    joined = {path: all(x.size(1) == every[0][0].size(1) for x, _ in every) for path, every in found.items()}
+    return {
+        path: tuple(map(torch.cat, zip(*found[path], strict=True)))  # type: ignore[misc]
+        for path, alike in joined.items()
+        if alike
+    }
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, traced or not."""
+    named = type(module) is nn.Linear or getattr(module, "original_name", "") == "Linear"
+    return named and isinstance(module.weight, Tensor)
 
 
 def _packs(path: str) -> bool:
@@ -108,11 +130,8 @@ def _packs(path: str) -> bool:
 def _rows(module: nn.Module, path: str) -> Rows:
     """The places of the weight, (out, in), and of the bias, (out,); -1 for none."""
     parameters = Parameters.of(module)
-    shape = parameters.named[f"{path}.weight"].shape
-    weight = torch.arange(shape.numel()).view(shape) + parameters.start[f"{path}.weight"]
-    place = parameters.start.get(f"{path}.bias")
-    bias = torch.arange(shape[0]) + place if place is not None else torch.full(shape[:1], -1)
-    return weight, bias
+    weight, bias = parameters.places(f"{path}.weight"), f"{path}.bias"
+    return weight, parameters.places(bias) if bias in parameters.named else torch.full(weight.shape[:1], -1)
 
 
 def _of_all_heads(rows: Rows, heads: int, features: int) -> Rows:

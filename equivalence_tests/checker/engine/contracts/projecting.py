@@ -34,11 +34,11 @@ from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 IN_A_LIST = re.compile(r"(.*\.)\d+(\.|$)")
 OWN = {
     "query": re.compile(
-        r"(^|[._])(w?_?q(uery|ueries)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
+        r"(^|[._])(w?_?q(uery|ueries|s)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
     ),
-    "key": re.compile(r"(^|[._])(w?_?k(ey|eys)?|k_?proj|wk|to_k|k_?lin\w*|linear_?k\w*|in_proj_k|k_w)([._]|$)", re.I),
+    "key": re.compile(r"(^|[._])(w?_?k(ey|eys|s)?|k_?proj|wk|to_k|k_?lin\w*|linear_?k\w*|in_proj_k|k_w)([._]|$)", re.I),
     "value": re.compile(
-        r"(^|[._])(w?_?v(alue|alues)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
+        r"(^|[._])(w?_?v(alue|alues|s)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
     ),
 }
 
@@ -179,8 +179,8 @@ def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[
 
 def _idle_heads(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
     """Heads that are modules of a list, of which some are never called though their place is taken."""
-    used = {_any_number(weight_of(attention, operand)) for operand in operands}
-    idle = [name for name in unused if _any_number(name) in used]
+    used = {any_number(weight_of(attention, operand)) for operand in operands}
+    idle = [name for name in unused if any_number(name) in used]
     if idle and len(attention.parts) > 1:
         yield Departure("heads_missing_or_repeated", "merge", attention.parts[1].product.operation, {"unused": idle})
 
@@ -195,8 +195,13 @@ def _one_head_for_all(attention: Attention, module: nn.Module) -> Iterator[Depar
         yield Departure("one_head_for_all", "project", first, {"claim": claim}, frames=assigned_at(module, first.place))
 
 
-def _any_number(path: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", path)
+def any_number(path: str) -> str:
+    """Give what the names of one thing in all modules, or parameters, of a list have in common.
+
+    >>> any_number("heads.2.key.weight"), any_number("wq.0")
+    ('heads.*.key.weight', 'wq.*')
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[str, str]) -> Iterator[Departure]:
