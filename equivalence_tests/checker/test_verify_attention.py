@@ -286,6 +286,43 @@ class WantsALengthOfFour(Plain):
         return self.mixed(weights if mask is None else weights * mask.reshape(4, 4), v)
 
 
+class InvertsBool(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else weights.masked_fill(1 - mask, 0.0), v)
+
+
+class InvertsAnythingButBool(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else (weights * (1 - mask)).masked_fill(~mask, 0.0), v)
+
+
+class AsksForAByte(Plain):
+    """With masks of one byte it runs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else torch.where(1 - mask, 0.0, weights), v)
+
+
+class OfFourInts(Plain):
+    """Integers run, of a length that nobody tries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else weights + -1e9 * (1 - (1 - mask)).reshape(4, 4) * ~mask, v)
+
+
+def test_a_mask_that_fails_for_its_type_whatever_it_is_fails_always() -> None:
+    for found in (InvertsBool, InvertsAnythingButBool):
+        report = verify(found)
+        assert report.mistakes == ("mask_fails",), str(report)
+        assert "1 - mask" in line_of(report.findings[0])
+    for taken in (AsksForAByte, OfFourInts):
+        assert verify(taken).findings == [], str(verify(taken))
+
+
 @pytest.mark.thorough
 def test_what_a_mask_raises_is_said() -> None:
     report = verify(Misspelt)

@@ -33,7 +33,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
+from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
 from equivalence_tests.checker.reach.plans import causal_switches
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, attempt, switch_off
@@ -123,7 +123,7 @@ class _Masks:
     tried: list[tuple[tuple[float, ...], MaskForm, list[Departure]]] = field(default_factory=list)  # how much departs
     idle: list[MaskForm] = field(default_factory=list)  # without effect
     broken: list[Situation] = field(default_factory=list)  # that gave nothing but NaN
-    errors: list[Exception] = field(default_factory=list)  # that the code raised
+    errors: list[tuple[MaskForm, Exception]] = field(default_factory=list)  # that the code raised
 
     @property
     def parameter(self) -> str:
@@ -173,17 +173,17 @@ class _Masks:
                 return True
         return False
 
-    def _asked(self, call: Callable[[], T]) -> T | None:
+    def _asked(self, form: MaskForm, call: Callable[[], T]) -> T | None:
         """What a call gives; None, with its error noted, where it raises."""
         answer = ask(call)
-        self.errors += [answer.error] if answer.error is not None else []
+        self.errors += [(form, answer.error)] if answer.error is not None else []
         return answer.value
 
     def _output(self, form: MaskForm, of: MaskForm | None = None, inputs: Inputs | None = None) -> Tensor | None:
         """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
         situation, trial = self.situation, self.situation.trial
         given = replace(inputs or situation.inputs, may_attend=self._may(of or form))
-        return self._asked(lambda: _output(call_of(trial, given, form)[0].run(read=False), situation))
+        return self._asked(form, lambda: _output(call_of(trial, given, form)[0].run(read=False), situation))
 
     def _may(self, form: MaskForm) -> Tensor:
         batch, queries = self.situation.inputs.query.shape[:2]
@@ -206,7 +206,7 @@ class _Masks:
         situation, may = self.situation, self._may(form)
         known = _allowed(may, None if replaces_own else situation.found)
         watch = partial(situation_of, situation.subject, situation.trial, form, may, expecting=known)
-        return self._asked(lambda: _without_further_axes(watch()))
+        return self._asked(form, lambda: _without_further_axes(watch()))
 
     def _understood(self, form: MaskForm) -> list[Departure]:
         """A form in which all samples or queries are alike hides what a general form shows."""
@@ -260,11 +260,13 @@ class _Masks:
         if infinite:
             claim = f"With {self.parameter}, the weights are infinite here, and the output is not finite."
             return [Departure("mask_after_softmax", "mask", infinite[0], {"claim": claim})]
-        wrong = [error for error in self.errors if isinstance(error, CODE_ERRORS)]
-        if wrong and len(wrong) == len(self.errors):
-            facts = {"said": said(wrong[0]), "claim": f"A call with {self.parameter} raises {said(wrong[0])}"}
+        wrong: list[Exception] = [error for _, error in self.errors if isinstance(error, CODE_ERRORS)]
+        wrong = wrong if len(wrong) == len(self.errors) else mistyped(self.errors)
+        if wrong:
+            every = "; ".join(dict.fromkeys(map(said, wrong)))
+            facts = {"said": said(wrong[0]), "claim": f"A call with {self.parameter} raises {every}"}
             return [Departure("mask_fails", "mask", None, facts, frames=frames_of(wrong[0]))]
-        why = f"every form raised, {said(self.errors[0])}" if self.errors else "every form gave NaN"
+        why = f"every form raised, {said(self.errors[0][1])}" if self.errors else "every form gave NaN"
         self.report.notes.append(f"{self.parameter} was not read: {why}")
         self.report.coverage.append(Exercise(self.parameter, False, why))
         return []

@@ -95,26 +95,15 @@ def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
 
 
 def _matrices(module: nn.Module) -> dict[str, Rows]:
-    """List the weights and biases of linear layers by path; what a list holds for each head is one matrix.
-
-    Parameters of two axes in such a list are matrices, too: x @ weight.
-    """
-    found: dict[str, list[Rows]] = {}
+    """List the weights and biases of linear layers by path, and what a list holds for each head, as one matrix."""
+    parameters, lists = Parameters.of(module), dict[str, list[Tensor]]()
+    found = {path: _rows(module, path) for path, child in module.named_modules() if _is_linear(child)}
     for path, child in module.named_modules():
-        if _is_linear(child):
-            found.setdefault(any_number(path), []).append(_rows(module, path))
-        for name, x in (
-            child.named_parameters(prefix=path, recurse=False) if isinstance(child, nn.ParameterList) else ()
-        ):
+        for name, x in child.named_parameters(prefix=path) if isinstance(child, nn.ParameterList) else ():
             if x.dim() == 2:
-                weight = Parameters.of(module).places(name).mT
-                found.setdefault(any_number(name), []).append((weight, torch.full(weight.shape[:1], -1)))
-    joined = {path: all(x.size(1) == every[0][0].size(1) for x, _ in every) for path, every in found.items()}
-    return {
-        path: tuple(map(torch.cat, zip(*found[path], strict=True)))  # type: ignore[misc]
-        for path, alike in joined.items()
-        if alike
-    }
+                lists.setdefault(any_number(name), []).append(parameters.places(name).mT)  # x @ weight
+    alike = {name: torch.cat(every) for name, every in lists.items() if len({x.size(1) for x in every}) == 1}
+    return found | {name: (weight, torch.full(weight.shape[:1], -1)) for name, weight in alike.items()}
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -2,11 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from equivalence_tests.checker.reporting.lines import frames_of
 
 # What is written behind a mask of (batch, query, key) to hand it over; along an axis that a shape does not name, all
 # must be alike.
@@ -48,6 +51,8 @@ ENCODINGS = {
     "lengths": "the number of keys that may be looked at",
     "segments": "the segment of each token, which may look at those of its own",
 }
+# What torch says where a mask is of a type that it does not take, whatever its shape.
+MISTYPED = re.compile(r"bool tensor is not supported|only supports boolean masks|only implemented on integer and Bool")
 COUNTS = ("lengths", "segments")  # encodings by whole numbers that are more than yes and no
 
 
@@ -91,6 +96,12 @@ class MaskForm:
             return "query_lengths" if self.shape.endswith("query)") else self.encoding
         return "keys" if "query" not in self.shape else "full" if "batch" in self.shape else "shared"
 
+    @property
+    def dtype(self) -> str:
+        """What its elements are: "bool", "float" or "int"."""
+        kind = self.encoding.partition("_")[2] or ("bool" if self.encoding in ("look", "block") else "int")
+        return "float" if self.encoding == "additive" else kind
+
     def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         """Write (b, q, k), True = may look, in this form, into new memory."""
         x = in_shape(may_attend, self.shape, num_heads).clone(memory_format=torch.contiguous_format)
@@ -124,6 +135,20 @@ def mask_forms() -> Iterator[MaskForm]:
     ):
         yield MaskForm(shape, encoding)
     yield from (MaskForm(shape, shape.partition(" ")[0]) for shape in SHAPES if shape.startswith(COUNTS))
+
+
+def mistyped(errors: Sequence[tuple[MaskForm, Exception]]) -> list[Exception]:
+    """List what masks raise for their type, that of the last line first; nothing if some type of mask never does.
+
+    Args:
+        errors: What each form of mask raised, of which none is taken.
+    """
+    found: dict[str, Exception] = {}
+    for form, error in errors:
+        if MISTYPED.search(str(error)) and frames_of(error):
+            found.setdefault(form.dtype, error)
+    last = sorted(found.values(), key=lambda error: frames_of(error)[0][1], reverse=True)
+    return last if found.keys() == {form.dtype for form in mask_forms()} else []
 
 
 def query_mask_forms() -> Iterator[MaskForm]:
