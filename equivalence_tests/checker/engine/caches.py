@@ -20,6 +20,7 @@ from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
+from equivalence_tests.checker.reach.arguments import MASK_ROLES, MAX_LEN, first_match, value_for
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
@@ -36,6 +37,7 @@ KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
+PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
 )
@@ -50,12 +52,14 @@ class _Protocol(NamedTuple):
         detail: The same in words.
         first: Gives the cache of the first step.
         fed_back: Which of the returned values the next step takes as the cache; None if it takes the same object.
+        prepares: The name of the method that makes the cache before the first step; "" for none.
     """
 
     names: tuple[str, ...]
     detail: str
     first: Callable[[], Any]
     fed_back: int | slice | None = None
+    prepares: str = ""
 
 
 def cache_arguments(function: Callable[..., Any]) -> list[str]:
@@ -150,6 +154,22 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
         for detail, make in _objects(parameters[holder]):
             yield _Protocol((holder, *names), f"{detail} is handed to {holder}", make)
     yield _Protocol(("", *names), "the module keeps it", lambda: None)
+    inside = trial.function.modules() if isinstance(trial.function, nn.Module) else ()
+    for name in dict.fromkeys(name for module in inside for name in dir(type(module)) if PREPARES.search(name)):
+        yield _Protocol(("", *names), f"the module keeps it, made by {name}", lambda: None, prepares=name)
+
+
+def _prepare(trial: Trial, name: str) -> None:
+    """Let the outermost modules that have a method of this name make their cache."""
+    sizes, done = trial.sizes, list[str]()
+    for path, module in trial.function.named_modules() if isinstance(trial.function, nn.Module) else ():
+        if hasattr(module, name) and not any(path.startswith(f"{other}." if other else "") for other in done):
+            made = getattr(module, name)
+            asked = [p.name for p in parameters_of(made) if p.default is p.empty]
+            known = {"samples": sizes.batch, "size": MAX_LEN, "dtype": trial.dtype, "device": "cpu"}
+            roles = {one: first_match(one, MASK_ROLES, "") for one in asked}
+            made(**{one: known.get(role, value_for(one, sizes)[1]) for one, role in roles.items()})
+            done.append(path)
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
@@ -202,6 +222,8 @@ class _Decoder:
         """
         function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
         trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
+        if protocol.prepares:
+            _prepare(trial, protocol.prepares)
         handed, start, before, size = protocol.first(), 0, _sizes(function), 0
         patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
         for length in lengths:

@@ -1,0 +1,72 @@
+"""Caches that a method makes before the first step."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.verify import verify
+
+
+class SetsItsCacheUp(nn.Module):
+    """Causal, rotated in halves by positions that count on from ``start_pos``."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.width = n_heads, dim // n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def setup_cache(self, max_batch_size: int, max_seq_len: int, dtype: torch.dtype | None = None) -> None:
+        shape = (max_batch_size, self.n_heads, max_seq_len, self.width)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=dtype or self.wk.weight.dtype) for _ in range(2))
+
+    def turned(self, x: Tensor, start: int) -> Tensor:
+        half = self.width // 2
+        places = torch.arange(start, start + x.size(-2), dtype=x.dtype)
+        angles = places[:, None] / 10000 ** (torch.arange(half, dtype=x.dtype) / half)
+        first, second = x.chunk(2, -1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1
+        )
+
+    def kept(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
+        cache[: len(x), :, start : start + x.size(-2)] = x
+        return cache[: len(x), :, : start + x.size(-2)]
+
+    def forward(self, x: Tensor, start_pos: int = 0, use_cache: bool = False) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
+        q, k = self.turned(q, self.first(start_pos)), self.turned(k, self.first(start_pos))
+        if use_cache:
+            k, v = self.kept(k, self.k_cache, start_pos), self.kept(v, self.v_cache, start_pos)
+        future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1 + k.size(-2) - q.size(-2))
+        scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(future, -torch.inf)
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def first(self, start: int) -> int:
+        return start
+
+
+class StandsOneBefore(SetsItsCacheUp):
+    def first(self, start: int) -> int:
+        return max(start - 1, 0)
+
+
+class WritesOverTheFirst(SetsItsCacheUp):
+    def kept(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
+        cache[: len(x), :, : x.size(-2)] = x
+        return cache[: len(x), :, : start + x.size(-2)]
+
+
+def test_a_cache_may_be_made_by_a_method_before_the_first_step() -> None:
+    report = verify(SetsItsCacheUp)
+    assert report.verdict == "equal", str(report)
+    run = [one.detail for one in report.coverage if one.what == "use_cache" and one.exercised]
+    assert run == ["the module keeps it, made by setup_cache"]
+
+
+@pytest.mark.parametrize(("wrong", "line"), [(StandsOneBefore, "self.turned(q, self.first"), (WritesOverTheFirst, "")])
+def test_mistakes_with_such_a_cache_are_found(wrong: type[nn.Module], line: str) -> None:
+    report = verify(wrong)
+    assert report.mistakes == ("cache_differs_from_one_pass",), str(report)
+    assert line in str(report.findings[0].stack)
