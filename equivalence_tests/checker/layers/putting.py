@@ -53,9 +53,11 @@ class Putting:
         own = [one for one in made if not is_torchs(self.follower.module.get_submodule(one.place))]  # as a dropout is
         sums = [one for one in own if one.name in ADDS]
         for one in sums or own[::-1]:
-            sources = self._sources(want, one.outputs[0].value.shape, one.index + 1)
-            if sources:
-                return self._repair((one, GIVES), sources)
+            taken = [(one, number) for number, x in enumerate(_taken(one)) if self._terms(x) == have]
+            for tap in ((one, GIVES), *taken):  # what is moved lies as other tensors do before that
+                sources = self._sources(want, _tensor(tap).shape, one.index + (tap not in taken), tap)
+                if sources:
+                    return self._repair(tap, sources)
         return self._put(have, want, [*(one for one in self.between if one not in made), *self.parts])
 
     def taken(self, label: str, have: Terms, want: Terms) -> tuple[Repair, ...]:

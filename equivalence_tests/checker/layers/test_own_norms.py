@@ -92,3 +92,45 @@ def test_a_module_that_normalises_several_tokens_as_one_is_not_passed_over(tmp_p
     said = report_on(MODULES.replace("nn.LayerNorm(dim)", "nn.LayerNorm((seq_len, dim))"), "Block", tmp_path)
     assert said.startswith("unchecked"), said
     assert "norm normalises several tokens as one" in said
+
+
+BATCH = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self, d_model, nhead, dim_feedforward):
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(d_model, nhead, batch_first=True)
+        self.linear1, self.linear2 = nn.Linear(d_model, dim_feedforward), nn.Linear(dim_feedforward, d_model)
+        self.norm1, self.norm2 = nn.BatchNorm1d(d_model), nn.BatchNorm1d(d_model)
+
+    def forward(self, x):
+        x = x + self.self_attn(x, x, x)[0]
+        x = self.norm1(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.linear2(F.gelu(self.linear1(x)))
+        return self.norm2(x.transpose(1, 2)).transpose(1, 2)
+"""
+WRONG_BATCH = (
+    ("x = x + self.self_attn", "x = self.self_attn", "deviates"),
+    ("x = x + self.linear2", "x = x + x + self.linear2", "deviates"),
+    ("self.norm2(x", "self.norm1(x", "deviates"),
+    ("self.norm1(x.transpose(1, 2)).transpose(1, 2)", "self.norm1(x.transpose(1, 2)).reshape(x.shape)", "unchecked"),
+)
+
+
+def test_a_norm_over_the_batch_may_stand_in_the_place_of_one_of_each_token(tmp_path: Path) -> None:
+    flat = BATCH.replace("x.transpose(1, 2)).transpose(1, 2)", "x.flatten(0, 1)).view(x.shape)")
+    for text in (BATCH, flat):
+        said = report_on(text, "EncoderLayer", tmp_path)
+        assert said.startswith("equal"), said
+        assert "Intended: the sub-module norm1, a BatchNorm1d" in said
+
+
+@pytest.mark.parametrize(("old", "new", "verdict"), WRONG_BATCH, ids=[new for _, new, _ in WRONG_BATCH])
+def test_mistakes_beside_norms_over_the_batch_are_found(old: str, new: str, verdict: str, tmp_path: Path) -> None:
+    assert old in BATCH
+    said = report_on(BATCH.replace(old, new), "EncoderLayer", tmp_path)
+    assert said.startswith(verdict), said

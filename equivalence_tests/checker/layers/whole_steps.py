@@ -179,8 +179,7 @@ class Follower:
 
     def _learnt_tokens(self, path: str, x: Tensor) -> Value:
         """Follow such tokens from here on."""
-        value = Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape))
-        self.values[id(x)] = value
+        self.values[id(x)] = value = Value(((self.labels.add("tokens", self._names(x)), 1.0),), places_of(x.shape))
         self.labels.streams.add(value.terms)
         self.sums.made_of_none(path, self._names(x))
         return value
@@ -209,7 +208,8 @@ class Follower:
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
-        taken = [x.places.movedim(1, -1) if first else x.places for x in data if x.places.dim() > first]
+        second = first or isinstance(module, nn.modules.batchnorm._BatchNorm)
+        taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         if kind in IN_ORDER and not all(map(lies_whole, taken)):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):

@@ -140,6 +140,9 @@ class Sums:
             self.say(f"{path} adds positions to what has positions", "scores")
         if kind == "convolution":
             self.say(f"{path} mixes neighbouring tokens", "project", f"the sub-module {path}, a {type(own).__name__}")
+        if isinstance(own, nn.modules.batchnorm._BatchNorm):
+            said = f"the sub-module {path}, a {type(own).__name__}"
+            self.say(f"{path} normalises by what all samples in training have", "project", said)
         if kind == "layer_norm" and path in self.paths and len(getattr(own, "normalized_shape", ())) > 1:
             self.say(f"{path} normalises several tokens as one", "project")
         if kind == "linear" and before in ("linear", "feed_forward"):

@@ -34,7 +34,7 @@ WITHIN = ("layer_norm", "gain", "conditioned", "linear", "activation", "product"
 TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear, nn.modules.conv._ConvNd),
     "embedding": (nn.Embedding,),
-    "layer_norm": (nn.LayerNorm,),
+    "layer_norm": (nn.LayerNorm, nn.modules.batchnorm._BatchNorm),
 }
 
 
