@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +51,11 @@ class AngleTables:
             self.met = self.met or table is not None
             return returned if table is None else table
 
-        if not isinstance(function, nn.Module):
+        if isinstance(function, nn.Module):
+            with patch.dict(vars(function), forward=joined):
+                yield function
+        else:
             yield joined
-            return
-        own = vars(function).get("forward")
-        vars(function)["forward"] = joined
-        try:
-            yield function
-        finally:
-            del vars(function)["forward"]
-            if own is not None:
-                vars(function)["forward"] = own
 
 
 def side_by_side(returned: Any) -> Tensor | None:
