@@ -33,10 +33,11 @@ from equivalence_tests.checker.equivalent.plain import MADE_OF
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
 from equivalence_tests.checker.equivalent.reading import read
+from equivalence_tests.checker.equivalent.signatures import Signature
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
-from equivalence_tests.checker.equivalent.writing import AttentionWriter, Signature
+from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said

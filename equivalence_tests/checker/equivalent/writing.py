@@ -15,69 +15,14 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.relative import BASE, Relative
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
+from equivalence_tests.checker.equivalent.signatures import HIDES, LAYOUTS, MASK_SHAPES, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.calling import OF_PIXELS
-from equivalence_tests.checker.reach.masking import MaskForm
 
 SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between projections."
-# From a layout to (batch, tokens, features), and back.
-LAYOUTS: Mapping[str, tuple[str, str]] = {
-    "b l e": ("", ""),
-    "l b e": (".transpose(0, 1)", ".transpose(0, 1)"),
-    "l e": ("[None]", "[0]"),
-    "b e l": (".mT", ".mT"),
-    "b e l 1": (".flatten(2).mT", ".mT.unflatten(2, (-1, width))"),
-    "b l 1 e": (".flatten(1, 2)", ".unflatten(1, (-1, width))"),
-    "b h l d": (".transpose(1, 2).flatten(2)", ""),
-    "b l h d": (".flatten(2)", ""),
-}
-# From the shape of a mask to (batch, heads, query, key).
-MASK_SHAPES: Mapping[str, str] = {
-    "(batch, query, key)": "[:, None]",
-    "(batch, 1, query, key)": "",
-    "(batch, heads, query, key)": "",
-    "(batch * heads, query, key)": ".unflatten(0, (-1, {heads}))",
-    "(heads * batch, query, key)": ".unflatten(0, ({heads}, -1)).transpose(0, 1)",
-    "(query, key, batch)": ".permute(2, 0, 1)[:, None]",
-    "(query, key)": "[None, None]",
-    "(1, query, key)": "[:, None]",
-    "(1, 1, query, key)": "",
-    "(batch, key)": "[:, None, None]",
-    "(batch, 1, key)": "[:, None]",
-    "(batch, 1, 1, key)": "",
-    "(1, key, batch)": ".permute(2, 0, 1)[:, None]",
-    "(batch, key, 1)": ".mT[:, None]",
-    "segments (batch, key)": "[:, None]",
-}
-HIDES: Mapping[str, str] = {"look": "~{}", "block": "{}", "look_float": "{} == 0", "look_int": "{} == 0"}
-HIDES = {**HIDES, "block_float": "{} != 0", "block_int": "{} != 0", "additive": "{} < 0"}
-HIDES = {**HIDES, "segments": "{0}[..., None] != {0}[..., None, :]"}
-
-
-@dataclass(frozen=True)
-class Signature:
-    """How the code that was checked is called.
-
-    Args:
-        target: What it is called.
-        arguments: The arguments that hold tokens: the name in a call, and the name in its signature.
-        layout: How they are laid out.
-        mask: The name of its mask; "" for none.
-        form: How that is understood; None where it is not known.
-        merged: Whether heads that are handed over come back side by side.
-        tables: The arguments that hold relative positions.
-    """
-
-    target: str
-    arguments: tuple[tuple[str, str], ...]
-    layout: str = "b l e"
-    mask: str = ""
-    form: MaskForm | None = None
-    merged: bool = True
-    tables: tuple[str, ...] = ()
 
 
 @dataclass

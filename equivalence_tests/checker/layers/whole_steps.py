@@ -297,8 +297,8 @@ class Follower:
             self.hidden.compared(operation)
             return
         shifted = operation.name == "cat" and len(data) == 1
-        said = "a first one that is always the same stands before them, as before what is to be predicted"
-        self.sums.say(f"{operation.name} of the ids", "project", said if shifted else "")
+        said = "a first one that is always the same stands before them, as before what is to be predicted" * shifted
+        self.sums.say(f"{operation.name} of the ids", "project", said)
         places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
         self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
 
@@ -395,13 +395,11 @@ class Follower:
         return Value(((label, 1.0),), torch.zeros(()))
 
     def _multiplied(self, operation: Operation, data: list[Value]) -> None:
-        tensors, out = [slot.tensor for slot in operation.inputs], operation.outputs[0].tensor
+        out, gains = operation.outputs[0].tensor, [x.tensor for x in operation.inputs if id(x.tensor) in self.learnt]
         factor = factor_of(operation, lambda x: id(x) in self.values or id(x) in self.learnt)
         if len(data) == 1 and factor is not None:
             self._give([out], Value(scaled(data[0].terms, factor), data[0].places))
-            return
-        gains = [x for x in tensors if id(x) in self.learnt]
-        if operation.name == "mul" and len(data) == 1 and gains:
+        elif operation.name == "mul" and len(data) == 1 and gains:
             if gains[0].dim() > 1 and gains[0].size(-2) > 1:
                 self.sums.say(f"each token is multiplied by numbers of its own, of {self._names(gains[0])}", "gate")
             self._part("gain", self._names(gains[0]), data, [out], operation.frames)
@@ -427,27 +425,23 @@ class Follower:
         name, places = known[0]
         if operation.name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
-            return
-        if operation.name in MOVES and len(inputs) == 1 and len(operation.outputs) == 1:
+        elif operation.name in MOVES and len(inputs) == 1 and len(operation.outputs) == 1:
             self.learnt[id(operation.outputs[0].tensor)] = name, operation.call([places])
-            return
-        if operation.name in ("to", "type_as", "float", "double"):
+        elif operation.name in ("to", "type_as", "float", "double"):
             self.learnt[id(operation.outputs[0].tensor)] = name, places
 
-    # ------------------------------------------------------------------------------------------- the end
     def _end(self, outputs: list[Tensor]) -> None:
-        known = [self.values[id(x)] for x in outputs if id(x) in self.values]
-        if not known:
+        known = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)
+        if known is None:
             raise UnreadError("what comes back could not be followed")
-        self.returned = known[0].terms
-        self.sums.come_back(known[0])
+        self.returned = known.terms
+        self.sums.come_back(known)
 
     def _names(self, *tensors: Tensor) -> str:
         return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")
 
     def _give(self, tensors: list[Tensor], value: Value) -> None:
-        for x in tensors:
-            self.values[id(x)] = value
+        self.values |= {id(x): value for x in tensors}
 
     def _new(self, kind: str, words: str, data: Iterable[Value], tensors: list[Tensor], places: Tensor) -> str:
         """Follow what something makes, under a label of its own."""
