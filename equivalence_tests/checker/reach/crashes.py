@@ -43,7 +43,7 @@ OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # N
 # What a parser says of brackets and quotes, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
 IN_STRING = re.compile(r"\bf-?string|\b[rR]?[ft][\"']")
-ALIKE = 0.75  # of the letters of two names
+ALIKE, NEARLY = 0.75, 0.85  # of the letters of two names
 
 
 class Fault(NamedTuple):
@@ -170,7 +170,7 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
         case AttributeError(obj=ModuleType() as module):
             return _not_in_module(module, name)
         case AttributeError(obj=torch.Tensor()) if not any(hasattr(one, name) for one in (np.ndarray, str, list, dict)):
-            near = difflib.get_close_matches(name, dir(torch.Tensor), n=1, cutoff=ALIKE)
+            near = difflib.get_close_matches(name, dir(torch.Tensor), n=1, cutoff=NEARLY)  # it may hold a tensor
             return Fault(f"a tensor has no {name}", f"Is {near[0]} meant?") if near else None
         case AttributeError() if BEFORE_SUPER.search(str(error)):
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")

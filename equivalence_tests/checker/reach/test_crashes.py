@@ -121,6 +121,7 @@ OTHERS = {
         "return self.project(scored(x))",
         {"after": "\ndef scored(x):\n    if x is None:\n        return x\n"},
     ),
+    "what holds a tensor and more": ("return self.project(part.tensor if part else x.tensor)", {}),
     "a method of an array": ("return x.astype(int)", {}),
     "a switch that is no mask": ("if x:\n    x = x + 1\nreturn x", {}),
     "a number that is called": ("return self.hidden_dim(x)", {"built": "self.hidden_dim = dim\n"}),
