@@ -29,6 +29,7 @@ from equivalence_tests.checker.parts.position_calls import Placement, placements
 from equivalence_tests.checker.parts.position_writing import cases_of
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, is_right, judge
+from equivalence_tests.checker.parts.rotations import rotating
 from equivalence_tests.checker.reach.arguments import SIZES
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -213,11 +214,29 @@ def _examine_positions(
             if report.verdict != "unchecked":
                 return report
             unmatched = unmatched or (report, placement)
+    for function in rotating(subject.function) if module is None and like is None else ():
+        turned = _rotation(subject, function)
+        if turned is not None:
+            return turned
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
         again = partial(_examine_positions, module, subject, where, True, unmatched[1])
         _located(unmatched[0], subject, compared, again)
     return None if unmatched is None else unmatched[0]
+
+
+def _rotation(subject: Subject, function: Callable[[Tensor], Tensor]) -> Report | None:
+    """Read a rotation that is right with the angles that it is handed; with others any may be wrong."""
+    for placement in (one for one in placements(subject, function) if one.rotated):
+        report = Report(subject.name, "positional encoding")
+        beside = (x.beside(placement.words, (), ()) for x in rotary_readings(None, placement.draws[0].width))
+        readings = (one for one in beside if is_right(one.mistakes))
+        judged = judge(report, readings, placement.observations, [placement.again], "")
+        if report.verdict != "unchecked":
+            hold_positions(judged, subject, placement, function)
+        if report.verdict != "unchecked":
+            return report
+    return None
 
 
 def _constructed(module: nn.Module) -> None:

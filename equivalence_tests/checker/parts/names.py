@@ -8,7 +8,7 @@ NAMES = (
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
     (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
-    (r"^(?!apply).*(rotary_?emb|(^|_)rope($|_)|freqs_cis|precompute\w*(freqs|rope))", "positional_encoding"),
+    (r"rotary_?(pos_?)?emb|(^|_)rope($|_)|apply_rot|freqs_cis|precompute\w*(freqs|rope)", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE)
