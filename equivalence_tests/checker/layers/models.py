@@ -34,7 +34,7 @@ WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
-GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$", re.IGNORECASE)
+GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$|sasrec", re.IGNORECASE)
 BOTH_WAYS = re.compile(r"masked_?(lm|lang|model|im|tok|auto)|bert|bidirect|encoder|prefix|diffusion", re.IGNORECASE)
 # What a method does that appends the token that the last output predicts, and a loss of outputs against next tokens.
 APPENDS = (r"\bself(\.forward)?\(", r"\[[^][]*,\s*(\[\s*)?-1\b", r"\b(cat|concat|hstack|append)\(")

@@ -47,6 +47,10 @@ class FillsInModel(Reads):
         return torch.where(ids == 0, self(ids).argmax(-1), ids)
 
 
+class SASRecOfItems(Reads):
+    """Recommends the item that comes next."""
+
+
 class LlamaModel(Reads):
     pass
 
@@ -96,7 +100,9 @@ def test_a_model_that_predicts_no_next_token_may_read_it(model: type[nn.Module])
     assert (report.verdict, report.notes) == ("equal", []), str(report)
 
 
-@pytest.mark.parametrize("model", [LlamaModel, AppendsModel, LastLogitsModel, ShiftsModel, ForgetsItsMaskModel])
+@pytest.mark.parametrize(
+    "model", [LlamaModel, SASRecOfItems, AppendsModel, LastLogitsModel, ShiftsModel, ForgetsItsMaskModel]
+)
 def test_a_model_that_predicts_the_next_token_may_not_read_it(model: type[nn.Module]) -> None:
     report = verify(model)
     assert report.mistakes == ("future_is_seen",), str(report)
