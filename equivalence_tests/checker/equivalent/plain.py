@@ -97,7 +97,8 @@ def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
 def _matrices(module: nn.Module) -> dict[str, Rows]:
     """List the weights and biases of linear layers by path, and what a list holds for each head, as one matrix."""
     parameters, lists = Parameters.of(module), dict[str, list[Tensor]]()
-    found = {path: _rows(module, path) for path, child in module.named_modules() if _is_linear(child)}
+    inside = ((path, child) for path, child in module.named_modules() if path and _is_linear(child))
+    found = {path: _rows(module, path) for path, _ in inside}
     for path, child in module.named_modules():
         for name, x in child.named_parameters(prefix=path) if isinstance(child, nn.ParameterList) else ():
             if x.dim() == 2:
