@@ -229,8 +229,7 @@ class Follower:
         counted = bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())
         if not counted:
             self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
-        words = f"{path} {rows.flatten()[:1].tolist()}"
-        self.calls[path].add(self._new("table", words, (), [output], torch.zeros(())))
+        self.calls[path].add(self._new("table", f"{path} {rows.flatten()[:1].tolist()}", (), [output], torch.zeros(())))
 
     # ------------------------------------------------------------------------------------------- operations
     def _made(self, operation: Operation) -> None:
@@ -323,6 +322,7 @@ class Follower:
     def _moved(self, operation: Operation, value: Value) -> None:
         drops = operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
         if drops or not value.places.dim():  # a table has none
+            self.sums.moved(operation, value)
             self._give([slot.tensor for slot in operation.outputs], value)
             return
         if value.places.shape != operation.inputs[0].value.shape:

@@ -7,9 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.vocabulary import MOVES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.layers.whole_values import BASES, FEATURES, Labels, Made, Terms, Value, lies_in_order
+from equivalence_tests.checker.layers.whole_values import (
+    BASES,
+    FEATURES,
+    Labels,
+    Made,
+    Terms,
+    Value,
+    keeps_rows,
+    lies_in_order,
+)
 from equivalence_tests.checker.reporting.lines import code_lines
 
 GIVEN = ("given", "embedding", "table", "positions", "added")
@@ -160,6 +170,11 @@ class Sums:
             self.say("the tokens or features that come back lie in another order", "output")
         for label, _ in value.terms:
             self.labels.users.setdefault(label, set()).add("output")
+
+    def moved(self, operation: Operation, value: Value) -> None:
+        """Say where the rows of a table change places."""
+        if operation.name in MOVES and not value.places.dim() and not keeps_rows(operation):
+            self.say(f"{operation.name} of the rows of {self.labels.words(value.only)}", "scores")
 
     def say_strange(self, operation: Operation) -> None:
         """Note an operation between the parts, with its line."""

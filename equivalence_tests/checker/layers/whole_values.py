@@ -290,6 +290,14 @@ def lies_in_order(places: Tensor) -> bool:
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
 
 
+def keeps_rows(operation: Operation) -> bool:
+    """Whether what an operation moves stays in order, some of it left out, or all of it repeated for each sample."""
+    moved = operation.call([places_of(operation.inputs[0].value.shape)])
+    for axis in range(moved.dim()) if isinstance(moved, torch.Tensor) else ():
+        moved = moved.narrow(axis, 0, 1) if bool((moved.diff(dim=axis) == 0).all()) else moved
+    return not isinstance(moved, torch.Tensor) or bool((moved.flatten().diff() > 0).all())
+
+
 def rounds(operation: Operation) -> bool:
     """Whether numbers are rounded to half precision, or to whole numbers."""
     made, was = operation.outputs[0].value, operation.inputs[0].value

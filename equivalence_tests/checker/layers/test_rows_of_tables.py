@@ -1,0 +1,50 @@
+"""The rows of a table of positions are added in the order of the tokens."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.verify import verify
+
+
+class Sentences(nn.Module):
+    """Right: one vector for each place, whatever axes it gets."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(d_model, n_heads, 40, batch_first=True) for _ in "ab")
+        self.norm = nn.LayerNorm(d_model)
+
+    def laid_out(self, places: Tensor, batch: int) -> Tensor:
+        return places[None].expand(batch, -1, -1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = self.places(torch.arange(ids.size(1)))
+        x = self.tokens(ids) + self.laid_out(places, len(ids))
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Rolled(Sentences):
+    def laid_out(self, places: Tensor, batch: int) -> Tensor:
+        return places.roll(1, 0)
+
+
+class Backwards(Sentences):
+    def laid_out(self, places: Tensor, batch: int) -> Tensor:
+        return super().laid_out(places.flip(0), batch)
+
+
+def test_a_table_that_is_repeated_for_each_sample_is_right() -> None:
+    assert verify(Sentences).verdict == "equal"
+
+
+@pytest.mark.parametrize("model", [Rolled, Backwards])
+def test_rows_that_change_places_are_found(model: type[nn.Module]) -> None:
+    (finding,) = verify(model).findings
+    assert finding.is_proven
+    assert finding.line is not None
+    assert "laid_out" in finding.line.text or "places" in finding.line.text
