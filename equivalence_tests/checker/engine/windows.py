@@ -84,8 +84,8 @@ def sides_of_windows(sees: Tensor, length: int, image: int) -> set[float]:
         Nothing where tokens see each other that see others as well.
 
     >>> two = torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool()
-    >>> sides_of_windows(two, 8, 1), sides_of_windows(two, 8, 4)
-    ({2.0, 4}, {1, 4})
+    >>> [sides_of_windows(two, 8, image) for image in (1, 2, 4, 8)]
+    [{2.0, 4}, {2}, {1, 4}, {1, 4}]
     """
     sample = torch.arange(len(sees)) // length
     apart = not bool((sees & (sample[:, None] != sample)).any()) and bool(sees.diagonal()[sees.any(1)].all())
@@ -94,7 +94,9 @@ def sides_of_windows(sees: Tensor, length: int, image: int) -> set[float]:
     held, found = int(sees.sum(1).max()), read_windows(sees[:length, :length])
     if found is None or found.image == image == 1:
         return {held, held**0.5}
-    return {found.height // image, image} if found.image == 1 else {found.height, found.width}
+    if found.image == 1:  # some rows of the image, or a part of each
+        return {max(found.height // image, 1), min(found.height, image)}
+    return {found.height, found.width}
 
 
 def _side(places: Tensor, seen: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class AngleTables:
             return returned if table is None else table
 
         if isinstance(function, nn.Module):
-            with patch.dict(vars(function), forward=joined):
+            with mock.patch.object(function, "forward", joined):
                 yield function
         else:
             yield joined

@@ -64,7 +64,7 @@ GRID, RESOLUTION = (4, 8), r"^(in(put)?_?|patch\w*_)?(res(olution)?|grid(_?size)
 
 # What an argument of a constructor is given.
 SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
-    (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob|^\w+_rate$", lambda s: DROPOUT),
+    (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob|^(?!(dilat|sampl|fram)\w*_)\w+_rate$", lambda s: DROPOUT),
     (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
     (COUNTS_KEY_HEADS, lambda s: s.key_heads),
     (

@@ -630,6 +630,7 @@ def test_a_config_is_imitated_in_the_other_meaning_of_its_names_too() -> None:
 def test_an_imitated_config_that_a_module_keeps_is_copied_with_it() -> None:
     config = copy.deepcopy(ImitatedConfig(Sizes(num_heads=3, head_dim=9)))
     assert (config.n_embd, 0 < config.std_rate < 1) == (27, True)
+    assert not hasattr(config, "sample_rate")  # a whole number, as dilations are
 
 
 def test_a_part_that_lies_in_a_file_beside_is_handed_over(tmp_path: Path) -> None:
