@@ -87,7 +87,11 @@ PUBLIC: tuple[Row, ...] = (
     (
         "WritesInPlace",
         {"dim": WIDTH, "n_heads": HEADS},
-        ("x:tokens start_pos:zero freqs_cis:angles", "x:tokens start_pos:zero freqs_cis:angles mask:added"),
+        (
+            "x:tokens start_pos:zero freqs_cis:angles",
+            "x:tokens start_pos:zero freqs_cis:angles mask:added",
+            "x:tokens start_pos:two freqs_cis:angles",
+        ),
     ),
     ("TakesGroupedHeads", {"num_heads": 6, "num_kv_heads": 2}, ("q:heads k:memory_heads v:memory_heads",)),
     ("WindowsOfAnImage", {"channels": WIDTH}, ("x:image",)),

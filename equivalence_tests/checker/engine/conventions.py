@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.contracts.operands import falls_twice_as_fast
+from equivalence_tests.checker.engine.contracts.operands import falls_twice_as_fast, pace_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
-from equivalence_tests.checker.engine.same import LOOSE, MEASURED, TABLE
+from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, TABLE
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.angles import base_of
@@ -75,16 +75,19 @@ class Conventions:
                 claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
                 yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
                 return
-            yield Departure(
-                "rotary_positions", "rotary", place, evidence=f"queries and keys are rotated by the same angles{paired}"
-            )
+            pace = pace_of(run, rotated[0])
+            said = f"queries and keys are rotated by the same angles{paired}"
+            if abs(pace - 1) > SINGLE:
+                said += f"; pair 1 turns by {pace:.4g}, not by 1, from one token to the next"
+            yield Departure("rotary_positions", "rotary", place, evidence=said)
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
         normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
         made = next((s.operation for o in normed for s in self._norms_before(o) if s.kind == "normed"), None)
+        named = any("norm" in one.name for one in departures if one.name != "values_normalised")
         if len(normed) == 2:
             yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
-        elif made is not None and not any("norm" in d.name for d in departures) and self._of_one_tensor():
+        elif made is not None and not named and self._of_one_tensor():
             yield changed_by(made, "norm", normed[0].role)
 
     def _of_one_tensor(self) -> bool:

@@ -628,6 +628,41 @@ def test_rounded_angles_that_count_from_anywhere_are_no_deviation() -> None:
     assert report.verdict == "equal", str(report)
 
 
+class CentresItsKeys(TurnsByATable):
+    """All scores of a query move by one number, which no softmax sees."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        rotated = self.turned(k)
+        attended = F.scaled_dot_product_attention(self.turned(q), rotated - rotated.mean(-2, keepdim=True), v)
+        return self.to_out(attended.transpose(1, 2).flatten(2))
+
+
+class LeansAfterItsRotation(TurnsByATable):
+    def turned(self, x: Tensor) -> Tensor:
+        rotated = super().turned(x)
+        return rotated + rotated.mean(-1, keepdim=True)
+
+
+class TurnsFaster(TurnsByATable):
+    def turned(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        angles = 1.1 * torch.outer(torch.arange(float(x.size(2))), 10.0 ** -torch.arange(float(one.size(-1))))
+        return torch.cat((one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()), -1)
+
+
+def test_what_is_done_after_a_rotation_is_no_mistake_of_the_rotation() -> None:
+    assert verify(lambda: CentresItsKeys(60, 60, 6)).verdict == "unchecked"
+    found = verify(lambda: LeansAfterItsRotation(60, 60, 6)).findings
+    assert [one.name for one in found] == ["query_changed_by_add", "key_changed_by_add"]
+    assert all(one.line is not None and "rotated.mean" in one.line.text for one in found)
+
+
+def test_a_rotation_at_a_pace_of_its_own_is_said_to_be_one() -> None:
+    (said,) = verify(lambda: TurnsFaster(60, 60, 6)).intended
+    assert said.reason.endswith("; pair 1 turns by 1.1, not by 1, from one token to the next")
+
+
 class RowByRow(nn.Module):
     """One query at a time, with the keys after it hidden in place."""
 

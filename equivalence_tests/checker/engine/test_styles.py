@@ -482,6 +482,16 @@ class NormedValues(Base):
         return q, k, self.v_norm(v)
 
 
+class KeysOfOneLength(NormedValues):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, _, v = super().operands(x)
+        return q, self.split(F.normalize(self.k_proj(x), dim=-1)), v
+
+
+def test_a_norm_of_the_values_says_nothing_for_one_of_the_keys() -> None:
+    assert judged(KeysOfOneLength).mistakes == ("key_changed_by_normalize",)
+
+
 class Gated(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -560,6 +570,15 @@ class Indexed(Base):
         q, k, v = self.operands(x)
         scores = (q @ k.mT * self.scale).masked_fill(hidden[:, None], -torch.inf)
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class IndexedByItsOutput(Indexed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.index_k(self.attend(x))
+
+
+def test_what_is_called_after_keys_is_no_output_projection() -> None:
+    assert judged(IndexedByItsOutput).verdict == "unchecked"
 
 
 @pytest.mark.parametrize(

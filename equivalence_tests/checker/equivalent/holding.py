@@ -338,8 +338,9 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
 
 def _state_difference(report: Report, situation: Situation) -> None:
     """Show the plain attention that comes nearest, and how far it is."""
-    near = min(Proving(situation).plain(), key=lambda x: x[0], default=None)
-    if near is None or not math.isfinite(near[0]):
+    proving = Proving(situation)
+    near = min(proving.plain(), key=lambda x: x[0], default=None)
+    if near is None or not math.isfinite(near[0]) or proving.rotates:
         return
     gap, plain = near
     report.reason += f" It differs from the program below by {gap:.2g} of the largest value."

@@ -259,8 +259,10 @@ class Program:
         for role, one in self.roles:
             if (one.tokens,) in normed:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
-        for role, one in self.roles:
-            for name in [made[role]] if role in made else parameters.names_at(one.weight.reshape(-1)):
+        places = [(role, one.weight) for role, one in self.roles]
+        places += [("output", self.output.weight)] if self.output.bias is not None else []
+        for role, weight in places:
+            for name in [made[role]] if role in made else parameters.names_at(weight.reshape(-1)):
                 said = [other for other, pattern in OWN.items() if pattern.search(name)]
                 if len(said) == 1 and said != [role]:
                     yield Step(f"{name} projects the {role}", "", "project")

@@ -61,6 +61,12 @@ class Proving:
         """Of its arguments and its output."""
         return Layout.of(self.situation.trial)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether queries or keys are rotated by something, which no plain attention does."""
+        judgement = self.situation.judgement
+        return judgement is not None and any(one.rotated for one in judgement.first_operands)
+
     def plain(self, counts: Sequence[int] = ()) -> Iterator[tuple[float, Plain]]:
         """List the plain attentions that the code may be intended to be, each with how far the code is from it.
 
@@ -138,12 +144,12 @@ class Proving:
         return next((call.end for call in run.recorder.calls if call.path == plain.output), len(run.operations))
 
     def _accounts_for_all(self, plain: Plain) -> bool:
-        """Whether all that takes part in the user's code is in the program: parameters, and other arguments."""
+        """Whether all that takes part in the user's code is in the program: parameters, arguments and no positions."""
         situation, module = self.situation, self.situation.subject.module
         every = set() if module is None else {name for name, _ in module.named_parameters()}
         learnt = every - set(unused_parameters(situation.found.run, module))
         others = [x for _, x in situation.call.tensors if x.is_floating_point() and id(x) not in situation.call.seeds]
-        return learnt <= plain.used and not others
+        return learnt <= plain.used and not others and not self.rotates
 
 
 def _put(right: Tensor, layout: Layout) -> Patch:

@@ -21,7 +21,7 @@ NAMES: Mapping[str, str] = {
     "heads": "heads",
     "residual": "residual",
     "parallel": "side_by_side",
-    "operand": "norm",
+    "operand": "(?<!values_)norm",
     "values": "value",
     "rotary": "rota",
     "rotated": "rota(ry_(?!positions)|tions)",

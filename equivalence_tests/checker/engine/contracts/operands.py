@@ -6,11 +6,12 @@ that is found by experiments: the recorded operations between are run again on i
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, source_of, sources_in, token_of
+from equivalence_tests.checker.engine.codes import feature_of, looked_up, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
     first_change,
@@ -197,6 +198,14 @@ def _rising(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
     return found[~found.isnan()]
 
 
+def pace_of(run: Run, operand: Operand) -> float:
+    """By how much the first pair of a rotation turns from each token to the next; 1 where that is not one number."""
+    if operand.pairs is None or operand.codes.size(1) < 2:
+        return 1.0
+    steps = _steps(_angles(run, operand, operand.pairs)[..., 0], 1).abs()
+    return float(steps.mean()) if near(steps, steps.mean().expand_as(steps), LOOSE) else 1.0
+
+
 def falls_twice_as_fast(run: Run, operand: Operand, base: float) -> bool:
     """Whether the angles of all pairs of a rotation fall as base ** (-4 i / d): the exponent has its factor twice."""
     pairs, width = operand.pairs, operand.codes.size(-1)
@@ -224,7 +233,8 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             if bent is not None:
                 yield bent
             elif departure is not None and (step is operand or _is_own(attention, departure)):
-                yield _of_another(attention.run, operand, operands) or _named(attention.run, departure, step)
+                met = _of_another(attention.run, operand, operands) or _behind_rotation(attention.run, step)
+                yield met or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
     both = query.rotated and key.rotated
     if both and not _rotated_alike(attention.run, query, key):
@@ -253,6 +263,42 @@ def _of_another(run: Run, operand: Operand, operands: list[Operand]) -> Departur
                 facts = {"role": operand.role, "other": other.role}
                 return Departure("rotary_of_another", "rotary", operation, facts)
     return None
+
+
+def _behind_rotation(run: Run, operand: Operand) -> Departure | None:
+    """What changes an operand after it was rotated; None if it never was a rotation, or is one to the end."""
+    steps = [*operand.steps(run)] if operand.change == "other" else []
+    for place in range(len(steps) - 2, -1, -1):
+        operation, codes, _ = steps[place]
+        if operation.name in ADDS and (rotated := _as_given_by(run, operand, operation, codes)) is not None:
+            end, codes, _ = steps[-1]
+            patches = {end.index: _from_rotation(rotated, codes)}
+            return changed_by(steps[place + 1][0], "operand", operand.role, patches=patches)
+    return None
+
+
+def _as_given_by(run: Run, operand: Operand, operation: Operation, codes: Tensor) -> Operand | None:
+    """An operand as an operation on its way gives it, if it is rotated there and no more."""
+    given, places = codes.flatten().sort()
+    found = torch.searchsorted(given, operand.codes.contiguous()).clamp(max=len(given) - 1)
+    if not torch.equal(given[found], operand.codes):
+        return None
+    after, slot = run.operations[operation.index + 1], operation.outputs[0]
+    rotated = replace(operand, slot=slot, places=places[found], until=after, pairs=None, across=False)
+    _experiment(run, rotated)
+    return rotated if rotated.change == "rotated" else None
+
+
+def _from_rotation(rotated: Operand, codes: Tensor) -> Patch:
+    """Take the numbers as the rotation gave them in this run."""
+    made = rotated.until.index - 1
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        numbers = recorder.operations[made].outputs[0].value.double().flatten()[rotated.places]
+        want = looked_up(codes, rotated.codes.flatten(), numbers.flatten())
+        return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
+
+    return patch
 
 
 def _is_own(attention: Attention, departure: Departure) -> bool:
