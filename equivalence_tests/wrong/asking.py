@@ -23,7 +23,7 @@ class Answer:
         verdict: One of ``VERDICTS``.
         names: Of the findings.
         lines: Numbers of the lines that are blamed.
-        intended: The steps that are taken for intended, each with its evidence.
+        intended: The steps that are taken for intended, each with its evidence, and the meanings of masks.
         reason: Why there is no verdict.
         seconds: CPU time that it took.
     """
@@ -58,6 +58,7 @@ def answer_of(report: Report, path: Path, seconds: float = 0.0) -> Answer:
     """
     intended = tuple(f"{one.name}: {one.sentence} ({one.reason})" for one in report.intended)
     verdict = INTENDED if report.verdict == "equal" and intended else report.verdict
+    intended += tuple(f"{what}: {found}" for what, found, _ in report.conventions if what.startswith("mask ("))
     blamed = (finding.line for finding in report.findings)
     lines = tuple(line.number for line in blamed if line is not None and Path(line.path).name == path.name)
     return Answer(verdict, report.mistakes, lines, intended, report.reason, round(seconds, 3))

@@ -103,14 +103,14 @@ def edited_here(right: Right, operators: Sequence[Operator], seed: int, each: in
 
 
 def called_equal(row: Row) -> bool:
-    """Whether a version that differs is EQUAL, and no step is named as intended that the right one does not have."""
-    unnamed = row.get("verdict") == INTENDED and not row.get("intended_anew", row.get("intended"))
-    return row.get("truth") == "differs" and (row["verdict"] == EQUAL or unnamed)
+    """Whether a version that differs is EQUAL, and nothing is named as intended that the right one does not have."""
+    named = row.get("intended_anew", row.get("intended"))
+    return row.get("truth") == "differs" and row["verdict"] in (EQUAL, INTENDED) and not named
 
 
 def excused(row: Row) -> bool:
-    """Whether a version that differs is EQUAL with a step of its own that is taken for intended: to be judged."""
-    return row.get("truth") == "differs" and row["verdict"] == INTENDED and not called_equal(row)
+    """Whether a version that differs is EQUAL with something of its own that is taken for intended: to be judged."""
+    return row.get("truth") == "differs" and row["verdict"] in (EQUAL, INTENDED) and not called_equal(row)
 
 
 def accused(row: Row) -> bool:

@@ -176,6 +176,8 @@ def test_equal_with_a_step_of_its_own_is_to_be_judged() -> None:
     assert called_equal({**row, "intended_anew": []})
     assert (called_equal(row), excused(row)) == (False, True)
     assert not called_equal({**DIFFERENT, "truth": "same"})
+    meant = {**DIFFERENT, "intended_anew": ["mask (mask): True = may look"]}  # in sight: to be judged
+    assert (called_equal(meant), excused(meant)) == (False, True)
     assert accused({**DIFFERENT, "truth": "same", "verdict": "deviates"})
     assert not accused({**DIFFERENT, "verdict": "deviates"})
 

@@ -843,6 +843,21 @@ def test_what_is_added_to_a_matrix_is_part_of_the_projection() -> None:
     assert report.mistakes == (), str(report)
 
 
+class BentAdapter(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(super().forward(x))
+
+
+class BentOnTheWayIn(AdaptedAttention):
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__(embed_dim, num_heads)
+        self.qkv = BentAdapter(embed_dim, 3 * embed_dim)
+
+
+def test_what_is_called_a_linear_layer_and_is_none_is_not_intended_for_its_name() -> None:
+    assert verify(BentOnTheWayIn).verdict == "deviates"
+
+
 class NeverSplits(nn.Module):
     """Its one scale is, by the sizes below, the fourth root of the width too."""
 

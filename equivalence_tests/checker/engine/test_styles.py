@@ -492,6 +492,15 @@ def test_a_norm_of_the_values_says_nothing_for_one_of_the_keys() -> None:
     assert judged(KeysOfOneLength).mistakes == ("key_changed_by_normalize",)
 
 
+class TakesItsFeaturesInAnotherOrder(NormedValues):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().operands(x.roll(1, -1))
+
+
+def test_a_norm_of_the_values_says_nothing_for_the_order_of_features() -> None:
+    assert judged(TakesItsFeaturesInAnotherOrder).verdict == "unchecked"
+
+
 class Gated(Base):
     def __init__(self) -> None:
         super().__init__()

@@ -374,7 +374,7 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
     rows = {role: found[heads] for role, found in rows.items()}
     for role, one in (("query", query), ("key", key), ("value", value)):
         if one.bias is not None and bool((one.weight.diff() <= 0).any()):
-            yield Step(f"the {role} takes the features of the tokens in another order", "", "project")
+            yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
         if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
             yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
     if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):

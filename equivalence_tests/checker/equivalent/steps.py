@@ -8,7 +8,9 @@ from equivalence_tests.checker.reporting.findings import Finding
 
 # The names of the deviations that a step of a program is, by its stage.
 NAMES: Mapping[str, str] = {
-    "project": "input|norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused",
+    "project": (
+        "input|(?<!values_)norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused"
+    ),
     "again": r"(?!)",  # matches no finding: what takes part elsewhere says nothing for a second place
     "cut": "class_token",
     "split": "grouped|paired|split",
