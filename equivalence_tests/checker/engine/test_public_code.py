@@ -843,6 +843,23 @@ def test_what_is_added_to_a_matrix_is_part_of_the_projection() -> None:
     assert report.mistakes == (), str(report)
 
 
+class FirstKeysForAllHeads(AdaptedAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v).transpose(1, 2).flatten(2))
+
+
+class FirstValuesForAllHeads(AdaptedAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v[:, :1].expand_as(v)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [FirstKeysForAllHeads, FirstValuesForAllHeads])
+def test_heads_that_a_layer_makes_in_vain_are_seen(kind: type[nn.Module]) -> None:
+    assert verify(kind).mistakes == ("changed_by_expand_as",)
+
+
 class BentAdapter(Adapted):
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(super().forward(x))

@@ -574,7 +574,7 @@ class Indexed(Base):
 
     def attend(self, x: Tensor) -> Tensor:
         scores = (self.split(self.index_q(x)) @ self.split(self.index_k(x)).mT).relu()
-        chosen = torch.einsum("bhqk,bqh->bqk", scores, self.index_weights(x)).topk(5, -1).indices
+        chosen = torch.einsum("bhqk,bqh->bqk", scores, self.index_weights(x)).topk(3, -1).indices
         hidden = torch.ones(x.size(0), x.size(1), x.size(1), dtype=torch.bool).scatter(-1, chosen, False)
         q, k, v = self.operands(x)
         scores = (q @ k.mT * self.scale).masked_fill(hidden[:, None], -torch.inf)
@@ -599,7 +599,7 @@ def test_what_is_called_after_keys_is_no_output_projection() -> None:
         (Gated, []),
         (ScaledByPosition, ["query_changed_by_mul"]),
         (BentOnPurpose, ["changed_by_hardswish"]),
-        (Indexed, []),
+        (Indexed, ["own_mask"]),
     ],
 )
 def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module], meant: list[str]) -> None:

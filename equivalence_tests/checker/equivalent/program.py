@@ -168,7 +168,7 @@ class Program:
         evidence = Evidence(module, parameters, self.projections(parameters))
         yield from self._twice(parameters)
         yield from self._of_others(parameters, module)
-        yield from self._in_part(parameters)
+        yield from self._in_part(parameters, module)
         yield from self._in_another_order(parameters, module)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
@@ -287,8 +287,15 @@ class Program:
         if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
-    def _in_part(self, parameters: Parameters) -> Iterator[Step]:
-        """A weight of which some elements take no part."""
+    def _in_part(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+        """A weight, or what a sub-module makes, of which some elements take no part."""
+        for path in dict.fromkeys(self._made_by(one.tokens, module) for _, one in self.roles if one.bias is None):
+            made = torch.cat(
+                [one.weight.flatten() for _, one in self.roles if self._made_by(one.tokens, module) == path]
+            )
+            taken = len(made.unique())
+            if path and taken < max(int(made.max()) + 1, _width_of(path, module)):
+                yield Step(f"only a part of what {path} makes takes part", "", "unused")
         used = self._places.unique()
         for name in sorted(self.projections(parameters)):
             start, count = parameters.start[name], parameters.named[name].numel()
@@ -353,6 +360,12 @@ class Program:
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""
         return Step(words, said, "scores" if said else "again")
+
+
+def _width_of(path: str, module: nn.Module | None) -> int:
+    """How many features a linear layer makes; 0 of anything else, which does not say."""
+    called = module.get_submodule(path) if module is not None else None
+    return called.out_features if isinstance(called, nn.Linear) else 0
 
 
 def _called_a_block(module: nn.Module | None) -> str:
