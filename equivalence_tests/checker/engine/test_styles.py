@@ -1190,6 +1190,18 @@ def test_values_that_stay_turned_deviate() -> None:
     assert judged(TurnsValuesAndLeavesThem).mistakes == ("rotary_values",)
 
 
+class TurnsWithItsHalvesExchanged(ScaledTables):
+    def turned(self, x: Tensor) -> Tensor:
+        return super().turned(torch.cat(x.chunk(2, -1)[::-1], -1))
+
+
+def test_a_rotation_takes_the_features_of_a_head_as_they_come() -> None:
+    assert judged(ScaledTables).verdict == "equal"
+    report = judged(TurnsWithItsHalvesExchanged)
+    assert report.verdict == "unchecked"
+    assert "the features of a head of the key are rotated in another order" in report.reason
+
+
 class BesideWhatPasses(Base):
     """Attends with half of the features; the others pass beside."""
 

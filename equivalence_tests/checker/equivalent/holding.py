@@ -331,6 +331,8 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
         return replace(finding, evidence=f"{said} Without it the difference is {gap:.2g}.")
     if any(gap <= ABOVE_ROUNDING for gap, _ in plain):  # it is torch's attention: what is found changes nothing
         return finding
+    if proving.rotates and finding.stage != "rotary":  # what rotates is not held against what does not
+        return finding
     blamed = next((one.operation for one in situation.departures if one.name == finding.name), None)
     proofs = (proving.proof(one, blamed) for _, one in plain)
     return replace(finding, proof=next((proof for proof in proofs if proof is not None), finding.proof))

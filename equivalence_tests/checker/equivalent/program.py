@@ -390,6 +390,8 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
             yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
         if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
             yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
+        if one.change.rotation is not None and not one.change.rotation.is_in_order(_ranks(rows[role])):
+            yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
     if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
         yield Step("the features of queries and keys are paired in another order", "", "split")
     columns = _columns(output, *value.weight.shape[:2])[heads]

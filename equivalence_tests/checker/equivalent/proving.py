@@ -144,12 +144,12 @@ class Proving:
         return next((call.end for call in run.recorder.calls if call.path == plain.output), len(run.operations))
 
     def _accounts_for_all(self, plain: Plain) -> bool:
-        """Whether all that takes part in the user's code is in the program: parameters, arguments and no positions."""
+        """Whether all that takes part in the user's code is in the program: parameters, and other arguments."""
         situation, module = self.situation, self.situation.subject.module
         every = set() if module is None else {name for name, _ in module.named_parameters()}
         learnt = every - set(unused_parameters(situation.found.run, module))
         others = [x for _, x in situation.call.tensors if x.is_floating_point() and id(x) not in situation.call.seeds]
-        return learnt <= plain.used and not others and not self.rotates
+        return learnt <= plain.used and not others
 
 
 def _put(right: Tensor, layout: Layout) -> Patch:

@@ -117,6 +117,12 @@ class Rotation:
         apart = bool((turning.diff() > LOOSE * turning[1:]).all())
         return bool((self.steps > -rounding).all()) and apart and float(self.steps.max()) > SLOWEST
 
+    def is_in_order(self, ranks: Tensor) -> bool:
+        """Whether it takes the features of heads, (heads, head_dim) by rank, as they come or with neighbours apart."""
+        own = ranks[:, self.start : self.start + self.width]
+        own, come = own - own.min(-1, keepdim=True).values, torch.arange(self.width)
+        return any(bool((own == order).all()) for order in (come, torch.cat([come[::2], come[1::2]])))
+
     def is_like(self, other: "Rotation | None") -> bool:
         """Whether another one turns the same features by the same angles."""
         if other is None or (self.start, self.width, self.apart) != (other.start, other.width, other.apart):
