@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter
 from typing import Any
 
@@ -34,6 +34,7 @@ FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
 Given = Mapping[str, Tensor]
+Drawn = tuple[str, list[Tensor], int]  # what it is, the tensors and the width of the patches of an image
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,9 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
     other = [{**required, p.name: f"={not p.default}"} for p in parameters if isinstance(p.default, bool)]
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
+    drawn = cache(lambda count: [*_drawn(module, count)])
     for roles in itertools.chain([required], ({**required, aim: ""} for aim in aims), other, conditioned):
-        runs = _runs_of(module, roles, errors)
+        runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
         if first is not None:
             yield from itertools.chain([first], runs)
@@ -162,14 +164,16 @@ def _of_samples(role: str, batch: int) -> Tensor:
     return numbers % 2 if kind == "classes" else 3 + 4 * numbers if kind == "steps" else (1 + numbers) / (2 + batch)
 
 
-def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
+def _runs_of(
+    module: nn.Module, roles: dict[str, str], drawn_for: Callable[[int], list[Drawn]], errors: list[str]
+) -> Iterator[tuple[ModelRun, bool]]:
     """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
     masks = tuple(p.name for p in parameters_of(module) if _role(p) == "mask")
     names = sorted((n for n, role in roles.items() if not role), key=lambda name: bool(TARGET.search(name.lower())))
     if len(names) not in (1, 2):
         return
     forms = [None, *MaskForm.neutral_forms()] if "mask" in roles.values() else [None]
-    for kind, drawn, patch in _drawn(module, len(names)):
+    for kind, drawn, patch in drawn_for(len(names)):
         source, target = drawn[0], drawn[1] if len(drawn) == 2 else None
         orders = (names, names[::-1]) if kind == "memory" else (names,)
         turns = (False,) if kind == "image" else (False, True)
@@ -212,12 +216,14 @@ def _arguments(
     roles: Mapping[str, str], form: MaskForm | None, length_first: bool, source: Tensor, last: Tensor
 ) -> dict[str, Any]:
     """Give each argument its tensor, and each mask one that hides nothing, in this form."""
-    tensors = {"source": source, "target": last, "segments": torch.zeros_like(source)}
+    tensors = {"source": source, "target": last}
     arguments: dict[str, Any] = {}
     for name, role in roles.items():
         if role == "mask" and form is not None:
             may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
+        elif role == "segments":
+            arguments[name] = torch.zeros_like(source.transpose(0, 1) if length_first else source)
         elif role == "mask" or role in tensors:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
@@ -253,7 +259,7 @@ def _mixed_samples(run: ModelRun) -> str | None:
     return "input_never_read" if same[0] and bool(before.isfinite().all()) else ""
 
 
-def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], int]]:
+def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     """Draw what the model may take: ids where it has embeddings, images where it has patches, features else."""
     generator = torch.Generator().manual_seed(0)
     vocabularies = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
