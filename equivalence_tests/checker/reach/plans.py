@@ -206,13 +206,12 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     ways = *_added_positions(roles, required), *(left_out, {}, positions)[not left_out : 2 + bool(positions)]
     named = [option for more in ways for option in _named_roles({**roles, **more}, required)]
     yield from (CallPlan(tuple(option.items()), "", positional) for option in named)
-    if named and "angles" in {roles[name] for name in required}:
-        return  # names that say as much are not doubted
+    sure = named and "angles" in {roles[name] for name in required}  # names that say as much are not doubted
     tensors = [name for name, role in roles.items() if role in ("", *OF_TOKENS)]
     tensors = [name for name in tensors if not roles[name] or name in required] or tensors[:1]
     others = ("mask", "angles", "=", "[")
     kept = {name: role for name, role in roles.items() if name in tensors or role.startswith(others)}
-    for assignment in (one for one in ASSIGNMENTS if len(one) == len(tensors)):
+    for assignment in (one for one in ASSIGNMENTS if len(one) == len(tensors) and not sure):
         chosen = kept | dict(zip(tensors, assignment, strict=True))
         if any(roles[name] and "mask" in chosen[name] for name in tensors):
             continue  # its name says that it holds tokens

@@ -64,6 +64,23 @@ def test_a_vector_is_as_wide_and_tokens_are_as_many_as_the_errors_say(monkeypatc
     assert trial.sizes.query_len == trial.inputs().query.size(1) == 23
 
 
+class OfAConditionAndAngles(nn.Module):
+    """Takes a vector of each sample beside angles, whose name says what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(48, 30, dtype=torch.float64)
+
+    def forward(self, x: Tensor, condition: Tensor, freqs_cis: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * freqs_cis[: x.size(1)].repeat(1, 3)
+        return torch.view_as_real(turned).flatten(2) + self.shift(condition)[:, None]
+
+
+def test_what_stands_beside_angles_may_be_a_vector_of_each_sample() -> None:
+    trial = next(trials_of(OfAConditionAndAngles(), Sizes(head_dim=10), torch.float64))
+    assert dict(trial.plan.roles)["condition"] == "=(batch, 48)"
+
+
 class OfSomeCalls(nn.Module):
     """Counts its calls, and refuses all that are not as it wants them."""
 
