@@ -135,11 +135,14 @@ class Without(Recorder):
         idle: Collection[Place] = (),
     ) -> None:
         super().__init__(named)
-        self.left_out, self.idle = {(one.place, one.of): one for one in left_out}, idle
+        self.left_out: dict[Spot, list[LeftOut]] = {}
+        for one in left_out:
+            self.left_out.setdefault((one.place, one.of), []).append(one)
+        self.idle = idle
         self.places: list[Place | None] = []  # of each operation
         self.called: dict[tuple[int, nn.Module], Place | None] = {}  # by the first operation inside, and the module
         self.holders: list[nn.Module | None] = []  # whose method runs it
-        self._taken: dict[Spot, Tensor | None] = {x: None for one in left_out for x in one.sources}
+        self._taken: dict[Spot, Tensor | None] = {x: None for one in left_out for x in one.sources}  # the last one last
         self._calls = not left_out or any(
             place is not None and place.calls for place, _ in [*self._taken, *self.left_out]
         )
@@ -192,17 +195,23 @@ class Without(Recorder):
     def _note(self, place: Place | None, number: int, x: Any) -> None:
         """Keep what an operation takes or gives, if it is wanted elsewhere."""
         if (place, number) in self._taken and isinstance(x, Tensor):
+            del self._taken[place, number]
             self._taken[place, number] = x
 
     def _instead_of(self, place: Place | None, number: int) -> Tensor | None:
-        """Give what takes the place of what an operation takes or gives; None if nothing does."""
-        one = None if place is None else self.left_out.get((place, number))
-        found = [] if one is None else [self._taken[x] for x in one.sources]
-        known = [x for x in found if x is not None]
-        if not known or len(known) < len(found):
+        """Give what takes the place of what an operation takes or gives; None if nothing does.
+
+        What is called several times may have one for each: it is the one that is made of what came last.
+        """
+        some = [] if place is None else self.left_out.get((place, number), [])
+        ready = [one for one in some if all(self._taken[x] is not None for x in one.sources)]
+        if not ready:
             return None
+        order = {spot: at for at, spot in enumerate(self._taken)}
+        last = max(ready, key=lambda one: max((order[x] for x in one.sources if x[0] != one.place), default=0))
+        first, *others = [x for spot in last.sources if (x := self._taken[spot]) is not None]
         with mock.patch.object(self, "_adding", True):
-            return sum(known[1:], known[0])
+            return sum(others, first)
 
     def _here(self, calls: bool = False) -> tuple[Place | None, nn.Module | None]:
         """Say where an operation, or the call of a sub-module, stands, and which module runs it."""

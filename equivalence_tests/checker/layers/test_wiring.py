@@ -1393,6 +1393,47 @@ def test_a_decoder_layer_named_as_an_attention_is_read_as_a_layer() -> None:
     assert verify(DecoderAttentionWithoutResidual).mistakes == ("residual_missing",)
 
 
+class AddsAndNormalises(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        return self.norm(x + branch)
+
+
+class NormalisesAlone(AddsAndNormalises):
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        return self.norm(branch)
+
+
+class LayerWithHelpers(nn.Module):
+    around: type[nn.Module] = AddsAndNormalises
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+        self.first, self.second = self.around(dim), self.around(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x, self.attention(x, x, x, need_weights=False)[0])
+        return self.second(x, self.ffn(x))
+
+
+class LayerWithHelpersThatForget(LayerWithHelpers):
+    around = NormalisesAlone
+
+
+def test_a_residual_that_one_helper_forgets_in_each_of_its_calls_is_proven() -> None:
+    assert verify(LayerWithHelpers).verdict == "equal"
+    report = verify(LayerWithHelpersThatForget)
+    assert report.mistakes == ("residual_missing",)
+    assert report.findings[0].is_proven
+    assert report.findings[0].line is not None
+    assert report.findings[0].line.text == "return self.norm(branch)"
+
+
 def test_whoever_says_how_to_call_it_as_an_attention_has_it_read_as_one() -> None:
     def call(module: Any, query: Tensor, key: Tensor, value: Tensor, may_attend: Any) -> Any:
         return module(query, key)

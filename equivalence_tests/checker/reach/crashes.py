@@ -40,8 +40,9 @@ USED = re.compile(r"not (callable|subscriptable)")
 OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
-# What a parser says of brackets and quotes, and what some versions of Python read and others do not.
+# What a parser says of brackets, quotes and signs, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
+SIGNS = re.compile(r"invalid (non-printable )?character")
 IN_STRING = re.compile(r"\bf-?string|\b[rR]?[ft][\"']")
 ALIKE, NEARLY = 0.75, 0.85  # of the letters of two names
 
@@ -116,12 +117,15 @@ CRASHES = Crashes()
 
 def _unparsed(error: SyntaxError, path: str) -> Crash:
     """Say of a file which line Python stopped at."""
-    why, fix = "no version of Python reads it", "Close what is open, or take out what closes nothing."
+    fix = "Close what is open, or take out what closes nothing."
+    why, fix = "no version of Python reads it", "Take this character out." if SIGNS.search(error.msg) else fix
     return Crash(said(error), why, fix, code_lines(((path, error.lineno or 0, ""),)), importing=True)
 
 
 def _never_parses(error: SyntaxError) -> bool:
-    """Whether a bracket or a string has no end, or no beginning; an f-string may be one of a later Python."""
+    """Whether a bracket or string is open, or a sign is none of Python's; f-strings may be those of a later version."""
+    if SIGNS.search(error.msg):
+        return True
     return bool(BRACKETS.search(error.msg)) and not IN_STRING.search(f"{error.msg}{error.text}")
 
 

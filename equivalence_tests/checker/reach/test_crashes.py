@@ -178,9 +178,16 @@ def test_a_file_that_raises_when_it_is_imported_deviates_where_nothing_else_is_s
 
 
 @pytest.mark.parametrize(
-    ("line", "verdict"), [("x = (1, 2))", "deviates"), ("print 'x'", "unchecked"), ("x = f'{[1}'", "unchecked")]
+    ("line", "verdict"),
+    [
+        ("x = (1, 2))", "deviates"),
+        ("x = 1\u200b", "deviates"),
+        ("x = \u2018a\u2019", "deviates"),
+        ("print 'x'", "unchecked"),
+        ("x = f'{[1}'", "unchecked"),
+    ],
 )
-def test_a_bracket_that_closes_nothing_is_found(tmp_path: Path, line: str, verdict: str) -> None:
+def test_a_line_that_no_version_of_python_reads_is_found(tmp_path: Path, line: str, verdict: str) -> None:
     (tmp_path / "mine.py").write_text(f"{HEAD}{line}\n")
     report = verify(f"{tmp_path / 'mine.py'}:attention")
     assert report.verdict == verdict
