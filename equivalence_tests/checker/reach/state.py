@@ -165,15 +165,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts."""
+    """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts.
+
+    A tensor that is a plain attribute becomes a buffer, as which it is known by its name.
+    """
 
     def retyped(x: Tensor) -> Tensor:
         return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
 
     module._apply(retyped)
     for child in module.modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        for name, value in [*vars(child).items()]:
+            if isinstance(value, Tensor) and not hasattr(type(child), name):
+                delattr(child, name)
+                child.register_buffer(name, retyped(value), persistent=False)
+            elif isinstance(value, Tensor):
                 setattr(child, name, retyped(value))
             elif name not in OF_ANY_MODULE:
                 setattr(child, name, _casting_to(value, dtype))
