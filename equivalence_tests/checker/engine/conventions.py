@@ -255,11 +255,12 @@ def is_of(codes: Tensor | None, numbers: set[int]) -> bool:
 
 
 def numbers_of(holder: Any) -> Iterator[tuple[str, float]]:
-    """List the finite numbers that an object holds, by their names."""
-    for name, value in sorted(vars(holder).items(), key=lambda item: str(item[0])):
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if plain and math.isfinite(value) and not str(name).startswith("_"):
-            yield str(name), float(value)
+    """List the finite numbers that an object holds, by their names; of pairs, as of sides, both."""
+    for name, held in sorted(vars(holder).items(), key=lambda item: str(item[0])):
+        for value in held if isinstance(held, tuple) and len(held) == 2 else (held,):
+            plain = isinstance(value, int | float) and not isinstance(value, bool)
+            if plain and math.isfinite(value) and not str(name).startswith("_"):
+                yield str(name), float(value)
 
 
 def _made_from(name: str) -> str:

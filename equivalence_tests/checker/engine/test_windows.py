@@ -118,6 +118,34 @@ def test_windows_of_an_image_are_equal_to_a_mask_and_a_table(made: type[InWindow
     torch.testing.assert_close(report.equivalent.of(module)(images), module(images))
 
 
+class OfTwoSides(nn.Module):
+    """Takes the rows of an image one after the other, and windows that are wider than high."""
+
+    def __init__(
+        self, dim: int, num_heads: int, input_resolution: tuple[int, int], window_size: tuple[int, int]
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.input_resolution, self.window_size = num_heads, input_resolution, window_size
+        self.height, self.width = window_size[0], window_size[1]
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, right = self.input_resolution[0] // self.height, self.input_resolution[1] // self.width
+        shape = len(x), down, self.height, right, self.width, 3 * x.size(-1)
+        cut = self.qkv(x).view(shape).transpose(2, 3).flatten(3, 4)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(3, 4) for t in cut.chunk(3, -1))
+        out = ((q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v).transpose(3, 4).flatten(4)
+        out = out.unflatten(3, (self.height, self.width)).transpose(2, 3)
+        back: Tensor = self.proj(out.reshape(x.shape))
+        return back
+
+
+def test_windows_may_have_two_sides_that_a_setting_names() -> None:
+    report = verify(OfTwoSides)
+    assert report.verdict == "equal", str(report)
+    assert [one.reason for one in report.intended] == ["it is as wide as window_size says (2)"]
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
