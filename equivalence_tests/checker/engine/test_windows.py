@@ -104,6 +104,25 @@ class StaysMoved(Moved):
     back = 0
 
 
+class MayBeMoved(InWindows):
+    def __init__(self, dim: int, num_heads: int, window_size: int, shift_size: int = 0) -> None:
+        super().__init__(dim, num_heads, window_size)
+        self.shift = self.back = shift_size
+
+
+class MayStayMoved(MayBeMoved):
+    def __init__(self, dim: int, num_heads: int, window_size: int, shift_size: int = 0) -> None:
+        super().__init__(dim, num_heads, window_size, shift_size)
+        self.back = -shift_size
+
+
+def test_windows_that_may_be_moved_are_moved() -> None:
+    assert verify(MayBeMoved).verdict == "equal"
+    report = verify(MayStayMoved)
+    assert report.verdict == "partial"
+    assert [one.what for one in report.not_exercised] == ["shift_size=1"]
+
+
 @pytest.mark.parametrize("made", [Moved, FeaturesFirst])
 def test_windows_of_an_image_are_equal_to_a_mask_and_a_table(made: type[InWindows]) -> None:
     report = verify(made)

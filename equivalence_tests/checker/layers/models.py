@@ -33,6 +33,7 @@ Stack = tuple[str, list[nn.Module]]
 WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
+SEES_ALL = "every token sees those after it: right where hidden tokens are predicted, wrong where the next one is"
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
 GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$|sasrec", re.IGNORECASE)
 BOTH_WAYS = re.compile(r"masked_?(lm|lang|model|im|tok|auto)|bert|bidirect|encoder|prefix|diffusion", re.IGNORECASE)
@@ -202,8 +203,16 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
         return
     claimed = asked or run.target is not None or causal_claim(walk.module, lambda: _with(run, run.source))
     walk.report.notes += [f"it predicts the next token: {asked}"] if asked and later else []
+    unsaid = later and not claimed and not BOTH_WAYS.search(type(walk.module).__name__)
+    if unsaid and _with(run, run.source).size(-1) in _vocabularies(walk.module):
+        walk.report.notes.append(SEES_ALL)
     if later is not None and (claimed or not later):
         yield "the future is unseen", "future_is_seen" if later else "", next(iter(last), "")
+
+
+def _vocabularies(module: nn.Module) -> set[int]:
+    """How many ids each embedding knows."""
+    return {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
 
 
 def next_token_claim(module: nn.Module) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.layers.masks import read_masks
+from equivalence_tests.checker.layers.models import SEES_ALL
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model
 
@@ -94,10 +95,26 @@ class LeftToCallersGPT(Reads):
         return logits
 
 
-@pytest.mark.parametrize("model", [SentenceModel, MaskedLanguageModel, FillsInModel])
-def test_a_model_that_predicts_no_next_token_may_read_it(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("model", "notes"), [(SentenceModel, [SEES_ALL]), (MaskedLanguageModel, []), (FillsInModel, [SEES_ALL])]
+)
+def test_a_model_that_predicts_no_next_token_may_read_it(model: type[nn.Module], notes: list[str]) -> None:
     report = verify(model)
-    assert (report.verdict, report.notes) == ("equal", []), str(report)
+    assert (report.verdict, report.notes) == ("equal", notes), str(report)
+
+
+class ShiftsWhatItMustBeGiven(Reads):
+    """Right: it hides later tokens, and makes a loss where it is given what is predicted, and not None."""
+
+    def forward(self, ids: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        logits = self.head(self.read(ids, torch.ones(ids.size(1), ids.size(1)).triu(1).bool()))
+        if y is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def test_what_a_loss_is_made_of_is_left_out_where_it_may_be_none() -> None:
+    assert verify(ShiftsWhatItMustBeGiven).verdict == "equal"
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Si
 from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import POSITION, trials_of
-from equivalence_tests.checker.reach.proposing import exact_lengths, parameters_of, ranked
+from equivalence_tests.checker.reach.proposing import compared_by, exact_lengths, parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import TRIED
+from equivalence_tests.checker.reporting.lines import source_of
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
+LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 TIME = re.compile(r"^ts?$|time|step|sigma|noise|^tau$", re.IGNORECASE)
@@ -132,6 +134,7 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     """Run it on what it requires; where it does not run on that, on what it may be trained on, or with a switch."""
     parameters = parameters_of(module)
     required = {p.name: _role(p) for p in parameters if p.default is p.empty}
+    required |= _aims_of_a_loss(module, required)
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
     other = [{**required, p.name: f"={not p.default}"} for p in parameters if isinstance(p.default, bool)]
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
@@ -142,6 +145,12 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
         if first is not None:
             yield from itertools.chain([first], runs)
             return
+
+
+def _aims_of_a_loss(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what may be None, and is what the model makes a loss of otherwise."""
+    compared = compared_by(type(module)) if LOSS.search(source_of(type(module))) else {}
+    return {name: "=None" for name, role in roles.items() if not role and None in compared.get(name, [])}
 
 
 def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[str, str]]:

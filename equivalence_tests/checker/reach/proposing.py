@@ -24,6 +24,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 T = TypeVar("T")
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
+SHIFT = re.compile(r"^shift(_?size)?$")
 STATE = re.compile(r"(?<!hidden_)state|cache|past")
 MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
 SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
@@ -139,13 +140,15 @@ def keys_for(target: Any, name: str) -> list[Any]:
     return [*dict.fromkeys([*keys, *(key.value for key in written if isinstance(key, ast.Constant))])]
 
 
-def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
-    """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
+def other_options(target: Any) -> Iterator[tuple[str, str | int]]:
+    """Give optional Booleans of a constructor negated, strings with the values that its class looks for, and shifts."""
     compared = compared_by(target)
     for parameter in parameters_of(target):
         default = parameter.default
         if isinstance(default, bool):
             yield parameter.name, not default
+        elif default == 0 and SHIFT.search(parameter.name):
+            yield parameter.name, 1
         elif isinstance(default, str):
             values = dict.fromkeys(x for x in compared.get(parameter.name, []) if isinstance(x, str))
             yield from ((parameter.name, value) for value in values if value != default)
