@@ -218,7 +218,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         except Exception:  # taken for what it is not, it may fail in any way; the first report says why
             continue
         # What deviates from a part that its name does not speak of is most likely something else.
-        reads_more = report.verdict == "equal" or (holds_more and report.verdict == "partial")
+        in_part = report.verdict == "partial" and (holds_more or report.equivalent is not None)
+        reads_more = report.verdict == "equal" or in_part
         if reads_more or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
     return first

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.vocabulary import OF_A_SHAPE
 from equivalence_tests.checker.engine.watching import Operation, Slot, storage_of
 
 Passing = Callable[[Operation], Iterable[Slot]]  # gives what is followed of what an operation takes
@@ -85,7 +86,8 @@ class Graph:
         for operation in reversed(self.operations):
             if any(storage_of(slot.tensor) in needed for slot in operation.outputs):
                 live.add(operation.index)
-                needed |= {storage_of(slot.tensor) for slot in operation.inputs}
+                taken = [] if operation.name in OF_A_SHAPE else operation.inputs
+                needed |= {storage_of(slot.tensor) for slot in taken}
         return live
 
     def unwatched(self, given: Iterable[Slot]) -> Operation | None:

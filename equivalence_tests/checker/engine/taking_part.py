@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.names import Attention, Run
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, OF_A_SHAPE
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.reach.proposing import code_of, unread_arguments
 from equivalence_tests.checker.reach.tracing import tensors_of
@@ -83,7 +83,7 @@ def _taken_by(run: Run, live: set[int]) -> int:
     """The named tensors that operations take something of, as bits."""
     bits = 0
     for operation in run.operations:
-        for origin in operation.origins if operation.index in live else ():
+        for origin in operation.origins if operation.index in live and operation.name not in OF_A_SHAPE else ():
             bits |= origin
     return bits
 

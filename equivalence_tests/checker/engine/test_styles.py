@@ -586,6 +586,23 @@ class IndexedByItsOutput(Indexed):
         return self.index_k(self.attend(x))
 
 
+class IndexedInVain(Indexed):
+    """What it chooses hides nothing."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        scores = self.split(self.index_q(x)) @ self.split(self.index_k(x)).mT
+        chosen = torch.einsum("bhqk,bqh->bqk", scores.relu(), self.index_weights(x)).topk(3, -1).indices
+        hidden = torch.ones(x.size(0), x.size(1), x.size(1), dtype=torch.bool).scatter(-1, chosen, False)
+        q, k, v = self.operands(x)
+        scores = (q @ k.mT * self.scale).masked_fill(torch.zeros_like(hidden)[:, None], -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_mask_of_which_only_the_shape_is_taken_uses_no_weight() -> None:
+    report = judged(IndexedInVain)
+    assert report.mistakes == ("weight_never_used",), str(report)
+
+
 def test_what_is_called_after_keys_is_no_output_projection() -> None:
     assert judged(IndexedByItsOutput).verdict == "unchecked"
 

@@ -73,6 +73,7 @@ CREATES = words(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
     "new_tensor bernoulli zero"
 )
+OF_A_SHAPE = CREATES - words("new_tensor bernoulli zero")  # which take no numbers
 SAMPLES = words("randn randn_like normal")  # of what is learnt, as slots are: dropping is done by other draws
 DRAWS = words("rand randint randperm rand_like randint_like bernoulli multinomial uniform") | SAMPLES
 UNFILLED = words("empty empty_like empty_strided new_empty new_empty_strided")

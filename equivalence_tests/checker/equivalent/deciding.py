@@ -21,6 +21,8 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding, some_of
 from equivalence_tests.checker.reporting.report import Report
 
+NOT_TORCHS = "it is not part of torch's program"
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -62,7 +64,7 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
         differs(report, holding.comparison.worst)
         return
     if explained(report, holding.evidence(report.intended), intended):
-        report.coverage += [Exercise(what, False, "it is not part of torch's program") for what in holding.left_over]
+        report.coverage += [Exercise(what, False, NOT_TORCHS) for what in holding.left_over]
         report.verdict = "partial" if report.not_exercised else "equal"
 
 

@@ -1393,6 +1393,36 @@ def test_a_decoder_layer_named_as_an_attention_is_read_as_a_layer() -> None:
     assert verify(DecoderAttentionWithoutResidual).mistakes == ("residual_missing",)
 
 
+class ReturnsItsMaps(nn.Module):
+    """Attention with its residual connection and its norm."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.norm = num_heads, nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        return self.norm(x + self.o((weights @ v).transpose(1, 2).flatten(2))), self.maps(weights)
+
+    def maps(self, weights: Tensor) -> Tensor:
+        return weights
+
+
+class ReturnsNothing(ReturnsItsMaps):
+    def maps(self, weights: Tensor) -> Tensor:
+        return torch.zeros_like(weights)
+
+
+@pytest.mark.parametrize("kind", [None, "layers"])
+def test_what_comes_back_beside_and_is_none_of_torchs_is_said(kind: str | None) -> None:
+    assert verify(ReturnsItsMaps, kind=kind).verdict == "equal"
+    report = verify(ReturnsNothing, kind=kind)
+    assert report.verdict == "partial"
+    assert ("output 2", "it is not part of torch's program") in [(x.what, x.detail) for x in report.not_exercised]
+
+
 class AddsAndNormalises(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.ran import drawn_in
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.equivalent.calls import diagnose_call
-from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
+from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
@@ -394,6 +394,7 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     walk.report.findings += [replace(f, where=path) for f in part.findings]
     walk.report.suspected += [replace(f, where=path) for f in part.suspected]
     walk.report.intended += [replace(f, where=path) for f in part.intended]
+    walk.report.coverage += [one for one in part.not_exercised if one.detail == NOT_TORCHS and not path]
     first = part.conventions[:1]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in first]
 
