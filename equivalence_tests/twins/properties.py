@@ -23,7 +23,7 @@ from equivalence_tests.instruments.differences import (
     first_stage_that_parts,
     largest_value,
 )
-from equivalence_tests.instruments.inputs import Case
+from equivalence_tests.instruments.inputs import Case, Mask
 from equivalence_tests.instruments.side_by_side import fast_path, random_tensor
 from scratch.attention import MultiheadAttention
 from scratch.recording import trace_attention
@@ -35,6 +35,12 @@ Everything = dict[str, Tensor | None]
 NEIGHBOURS = 25
 # How many tensors a report lists: where one parts, its gradients do too.
 LISTED = 5
+
+
+def is_all_padding(case: Case) -> bool:
+    """Whether a whole batch is padding, where torch.nn cannot come back from nested tensors."""
+    padding = case.arguments.get("src_key_padding_mask")
+    return isinstance(padding, Mask) and all(padding.hidden)
 
 
 def everything(case: Case, call: Any, *, dtype: torch.dtype | None = None, gradients: bool = True) -> Everything:
