@@ -21,10 +21,11 @@ from equivalence_tests.checker.equivalent.expressions import Attended, Evidence,
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
+from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import not_called_again
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.helpers_for_tests import line_of
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -846,3 +847,9 @@ def test_what_is_called_keys_is_no_value() -> None:
     assert [verify(one).verdict for one in (PacksItsProjections, PacksKeysFirst)] == ["equal", "equal"]
     said = "packed.weight does not hold query, key, value in this order, as the code says"
     assert said in verify(AveragesWhatItCallsKeys).reason
+
+
+def test_what_is_said_of_values_says_nothing_for_queries_and_keys() -> None:
+    finding = found_mistake("values_normalised", reason="a part of its own normalises each value")
+    stages = ("operand", "project", "values")
+    assert [Step("", "", stage).is_named_by(finding) for stage in stages] == [False, False, True]

@@ -48,3 +48,33 @@ def test_rows_that_change_places_are_found(model: type[nn.Module]) -> None:
     assert finding.is_proven
     assert finding.line is not None
     assert "laid_out" in finding.line.text or "places" in finding.line.text
+
+
+class KeepsAPlainTable(Sentences):
+    """Its sinusoids are neither a parameter nor a buffer."""
+
+    first = 0
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__(vocab_size, d_model, n_heads)
+        del self.places
+        angles = torch.arange(64.0)[:, None] * 10000 ** (-torch.arange(0, d_model, 2) / d_model)
+        self.position_embeddings = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :d_model]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.position_embeddings[self.first : self.first + ids.size(1)].to(ids.device)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class BeginsAtTheSecondRow(KeepsAPlainTable):
+    first = 1
+
+
+def test_a_table_that_is_a_plain_attribute_is_known_by_its_name() -> None:
+    assert verify(KeepsAPlainTable).verdict == "equal"
+    report = verify(BeginsAtTheSecondRow)
+    assert report.verdict == "unchecked"
+    assert "position_embeddings" in report.reason
