@@ -750,6 +750,17 @@ class NormedBoth(Base):
         return self.q_norm(q), self.k_norm(k), v
 
 
+class NormsWhatItDoesNotProject(NormedBoth):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, k, v = super().operands(x)
+        return self.q_norm(self.split(x)), k, v
+
+
+def test_norms_of_queries_and_keys_stand_for_no_projection() -> None:
+    report = judged(NormsWhatItDoesNotProject)
+    assert report.verdict != "equal", str(report)
+
+
 class NormedOverTokens(NormedBoth):
     norm = RootNormOfTokens
 

@@ -9,7 +9,7 @@ from equivalence_tests.checker.reporting.findings import Finding
 # The names of the deviations that a step of a program is, by its stage.
 NAMES: Mapping[str, str] = {
     "project": (
-        "input|(?<!values_)norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused"
+        "input|(?<![a-z]_)norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused"
     ),
     "again": r"(?!)",  # matches no finding: what takes part elsewhere says nothing for a second place
     "cut": "class_token",

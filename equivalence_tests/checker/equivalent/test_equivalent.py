@@ -853,3 +853,5 @@ def test_what_is_said_of_values_says_nothing_for_queries_and_keys() -> None:
     finding = found_mistake("values_normalised", reason="a part of its own normalises each value")
     stages = ("operand", "project", "values")
     assert [Step("", "", stage).is_named_by(finding) for stage in stages] == [False, False, True]
+    both = found_mistake("queries_and_keys_normalised", reason="both are, each by its own norm")
+    assert [Step("", "", stage).is_named_by(both) for stage in stages] == [True, False, False]
