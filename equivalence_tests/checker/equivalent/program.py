@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -289,12 +290,11 @@ class Program:
 
     def _in_part(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight, or what a sub-module makes, of which some elements take no part."""
-        for path in dict.fromkeys(self._made_by(one.tokens, module) for _, one in self.roles if one.bias is None):
-            made = torch.cat(
-                [one.weight.flatten() for _, one in self.roles if self._made_by(one.tokens, module) == path]
-            )
-            taken = len(made.unique())
-            if path and taken < max(int(made.max()) + 1, _width_of(path, module)):
+        made = defaultdict[str, list[Tensor]](list)
+        for _, one in self.roles:
+            made["" if one.bias is not None else self._made_by(one.tokens, module)].append(one.weight.flatten())
+        for path, taken in ((path, torch.cat(found).unique()) for path, found in made.items() if path):
+            if len(taken) < max(int(taken.max()) + 1, _width_of(path, module)):
                 yield Step(f"only a part of what {path} makes takes part", "", "unused")
         used = self._places.unique()
         for name in sorted(self.projections(parameters)):

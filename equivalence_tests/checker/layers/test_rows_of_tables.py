@@ -73,6 +73,25 @@ class BeginsAtTheSecondRow(KeepsAPlainTable):
     first = 1
 
 
+class KeepsATensorAndThenAPair(KeepsAPlainTable):
+    """What it kept last is no buffer: a call assigns two tensors to it."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__(vocab_size, d_model, n_heads)
+        self.last: object = torch.zeros(1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.last = (ids, ids)
+        return super().forward(ids)
+
+
+def test_an_attribute_that_a_call_assigns_anew_stays_one() -> None:
+    assert verify(KeepsATensorAndThenAPair).verdict == "equal"
+    model = KeepsAPlainTable(20, 12, 3)
+    verify(model, (torch.randint(20, (2, 5)),))
+    assert "position_embeddings" in vars(model)
+
+
 def test_a_table_that_is_a_plain_attribute_is_known_by_its_name() -> None:
     assert verify(KeepsAPlainTable).verdict == "equal"
     report = verify(BeginsAtTheSecondRow)

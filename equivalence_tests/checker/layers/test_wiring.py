@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.layers import wholes
 from equivalence_tests.checker.parts.kinds import atoms_of, kind_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.verify import verify
@@ -1415,10 +1416,14 @@ class ReturnsNothing(ReturnsItsMaps):
         return torch.zeros_like(weights)
 
 
-@pytest.mark.parametrize("kind", [None, "layers"])
-def test_what_comes_back_beside_and_is_none_of_torchs_is_said(kind: str | None) -> None:
-    assert verify(ReturnsItsMaps, kind=kind).verdict == "equal"
-    report = verify(ReturnsNothing, kind=kind)
+class NormOfNothing(ReturnsNothing):
+    """It is no norm, whatever it is called."""
+
+
+@pytest.mark.parametrize("made", [ReturnsNothing, NormOfNothing])
+def test_what_comes_back_beside_and_is_none_of_torchs_is_said(made: type[nn.Module]) -> None:
+    assert verify(ReturnsItsMaps).verdict == "equal"
+    report = verify(made)
     assert report.verdict == "partial"
     assert ("output 2", "it is not part of torch's program") in [(x.what, x.detail) for x in report.not_exercised]
 
@@ -1462,6 +1467,12 @@ def test_a_residual_that_one_helper_forgets_in_each_of_its_calls_is_proven() -> 
     assert report.findings[0].is_proven
     assert report.findings[0].line is not None
     assert report.findings[0].line.text == "return self.norm(branch)"
+
+
+def test_a_program_that_leaves_a_residual_out_too_refutes_no_suspicion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wholes, "_proofs", lambda report, whole, repairs: [None] * len(repairs))
+    report = verify(LayerWithHelpersThatForget)
+    assert (report.verdict, [one.name for one in report.suspected]) == ("unchecked", ["residual_missing"])
 
 
 def test_whoever_says_how_to_call_it_as_an_attention_has_it_read_as_one() -> None:

@@ -117,16 +117,16 @@ CRASHES = Crashes()
 
 def _unparsed(error: SyntaxError, path: str) -> Crash:
     """Say of a file which line Python stopped at."""
-    fix = "Close what is open, or take out what closes nothing."
-    why, fix = "no version of Python reads it", "Take this character out." if SIGNS.search(error.msg) else fix
+    why, fix = "no version of Python reads it", "Close what is open, or take out what closes nothing."
+    if SIGNS.search(error.msg):
+        fix = "Take this character out."
     return Crash(said(error), why, fix, code_lines(((path, error.lineno or 0, ""),)), importing=True)
 
 
 def _never_parses(error: SyntaxError) -> bool:
     """Whether a bracket or string is open, or a sign is none of Python's; f-strings may be those of a later version."""
-    if SIGNS.search(error.msg):
-        return True
-    return bool(BRACKETS.search(error.msg)) and not IN_STRING.search(f"{error.msg}{error.text}")
+    is_open = BRACKETS.search(error.msg) and not IN_STRING.search(f"{error.msg}{error.text}")
+    return bool(SIGNS.search(error.msg) or is_open)
 
 
 def _last_of_user(error: BaseException) -> TracebackType | None:

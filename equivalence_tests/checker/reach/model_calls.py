@@ -24,6 +24,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
+DECODES = re.compile(r"tgt|trg|dec")
 LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
@@ -134,12 +135,12 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     """Run it on what it requires; where it does not run on that, on what it may be trained on, or with a switch."""
     parameters = parameters_of(module)
     required = {p.name: _role(p) for p in parameters if p.default is p.empty}
-    required |= _aims_of_a_loss(module, required)
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
     other = [{**required, p.name: f"={not p.default}"} for p in parameters if isinstance(p.default, bool)]
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
     drawn = cache(lambda count: [*_drawn(module, count)])
-    for roles in itertools.chain([required], ({**required, aim: ""} for aim in aims), other, conditioned):
+    ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
+    for roles in itertools.chain(ways, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
         if first is not None:
@@ -150,7 +151,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
 def _aims_of_a_loss(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
     """Leave out what may be None, and is what the model makes a loss of otherwise."""
     compared = compared_by(type(module)) if LOSS.search(source_of(type(module))) else {}
-    return {name: "=None" for name, role in roles.items() if not role and None in compared.get(name, [])}
+    unsaid = (name for name, role in roles.items() if not role and not DECODES.search(name.lower()))
+    return {name: "=None" for name in unsaid if None in compared.get(name, [])}
 
 
 def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[str, str]]:

@@ -167,7 +167,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def retype(module: nn.Module, dtype: torch.dtype) -> None:
     """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts.
 
-    A tensor that is a plain attribute becomes a buffer, as which it is known by its name.
+    A tensor that is a plain attribute becomes a buffer, as which it is known by its name, unless a call may assign it
+    anew: a buffer takes nothing but tensors.
     """
 
     def retyped(x: Tensor) -> Tensor:
@@ -176,13 +177,20 @@ def retype(module: nn.Module, dtype: torch.dtype) -> None:
     module._apply(retyped)
     for child in module.modules():
         for name, value in [*vars(child).items()]:
-            if isinstance(value, Tensor) and not hasattr(type(child), name):
+            if isinstance(value, Tensor) and not hasattr(type(child), name) and not _assigns_later(child, name):
                 delattr(child, name)
                 child.register_buffer(name, retyped(value), persistent=False)
             elif isinstance(value, Tensor):
                 setattr(child, name, retyped(value))
             elif name not in OF_ANY_MODULE:
                 setattr(child, name, _casting_to(value, dtype))
+
+
+def _assigns_later(module: nn.Module, name: str) -> bool:
+    """Whether another method than the constructor assigns an attribute."""
+    own = itertools.takewhile(lambda made: made is not nn.Module, type(module).__mro__)
+    methods = (x for made in own for x in vars(made).values() if inspect.isfunction(x) and x.__name__ != "__init__")
+    return any(re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", source_of(method)) for method in methods)
 
 
 def _casting_to(held: Any, dtype: torch.dtype) -> Any:
