@@ -182,13 +182,18 @@ class AttentionWriter:
         yield self._outward(program.output.around(self.values))
 
     @property
+    def _scale(self) -> float:
+        """What the scores are multiplied by, wherever the user's code does it, without the last digit's rounding."""
+        return float(f"{self.program.scale_of_scores:.15g}")
+
+    @property
     def _is_by_hand(self) -> bool:
         """Whether something stands between scores and weights that torch's own function does not have."""
         return bool(self.program.cap) or self.program.sink is not None
 
     def _averaged_by_hand(self, biased: bool) -> Iterator[str]:
         program = self.program
-        yield f"scores = {program.scale!r} * query @ key.transpose(-2, -1)"
+        yield f"scores = {self._scale!r} * query @ key.transpose(-2, -1)"
         if program.cap:
             bent = f"scores.clamp(-{program.cap!r}, {program.cap!r})"
             yield f"scores = {bent if program.cuts else f'{program.cap!r} * torch.tanh(scores / {program.cap!r})'}"
@@ -200,11 +205,10 @@ class AttentionWriter:
         yield f"averaged = scores.softmax(-1){'' if program.sink is None else '[..., :-1]'} @ value"
 
     def _averaged(self, biased: bool) -> Iterator[str]:
-        program = self.program
-        width = program.query.weight.size(1)
+        width = self.program.query.weight.size(1)
         arguments = ["attn_mask=bias"] if biased else []
-        arguments += ["is_causal=True"] if not biased and program.bias.is_causal else []
-        arguments += [f"scale={program.scale!r}"] if abs(program.scale * width**0.5 - 1) > ROUNDING else []
+        arguments += ["is_causal=True"] if not biased and self.program.bias.is_causal else []
+        arguments += [f"scale={self._scale!r}"] if abs(self._scale * width**0.5 - 1) > ROUNDING else []
         called = ", ".join(["query", "key", "value", *arguments])
         yield f"averaged = F.scaled_dot_product_attention({called})"
 
@@ -238,8 +242,8 @@ class AttentionWriter:
             yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
         if one.change.rotation is not None:
             yield from self._rotated(role, one.change.rotation)
-        if abs(one.number - 1) > ROUNDING:
-            yield f"{role} = {one.number!r} * {role}"
+        if role == "value" and abs(one.number - 1) > ROUNDING:  # those of query and key are in the scale
+            yield f"value = {one.number!r} * value"
         if heads is not None:
             yield f"{role} = {role}[:, {heads}]  # which heads share it"
 
