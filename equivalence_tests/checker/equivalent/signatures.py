@@ -33,10 +33,13 @@ MASK_SHAPES: Mapping[str, str] = {
     "(1, key, batch)": ".permute(2, 0, 1)[:, None]",
     "(batch, key, 1)": ".mT[:, None]",
     "segments (batch, key)": "[:, None]",
+    "lengths (batch,)": "[:, None, None, None]",
+    "lengths (batch, query)": "[:, None, :, None]",
 }
 HIDES: Mapping[str, str] = {"look": "~{}", "block": "{}", "look_float": "{} == 0", "look_int": "{} == 0"}
 HIDES = {**HIDES, "block_float": "{} != 0", "block_int": "{} != 0", "additive": "{} < 0"}
 HIDES = {**HIDES, "segments": "{0}[..., None] != {0}[..., None, :]"}
+HIDES = {**HIDES, "lengths": "torch.arange({keys}, device={name}.device) >= {0}"}
 
 
 @dataclass(frozen=True)

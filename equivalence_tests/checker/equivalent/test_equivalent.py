@@ -133,6 +133,27 @@ class NormedBefore(Base):
         return self.q_norm(q), self.k_norm(k), v
 
 
+class Counted(Base):
+    """Is told how many tokens of each sample are there."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
+        if lengths is not None:
+            scores = self.hide(scores, torch.arange(k.size(-2)) >= lengths[:, None])
+        return self.o(self.merge(scores.softmax(-1) @ v))
+
+    def hide(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        return scores.masked_fill(hidden[:, None, None], -torch.inf)
+
+
+class CountedToTheLast(Counted):
+    """The last token, which only the longest sample has, is met by no query."""
+
+    def hide(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        return super().hide(F.pad(scores[..., :-1], (0, 1)), hidden)
+
+
 RIGHT: tuple[Callable[..., nn.Module], ...] = (
     Base,
     SplitsTheOtherWay,
@@ -171,6 +192,17 @@ def _saved(right: Callable[..., nn.Module], folder: Path) -> str:
     learnt = [name for name, _ in module.named_parameters()]
     torch.save({"state": module.state_dict(), "inputs": inputs, "output": output, "learnt": learnt}, f"{path}.pt")
     return str(path)
+
+
+def test_lengths_are_a_mask_of_torchs_module_and_some_are_full() -> None:
+    equivalent = verify(Counted).equivalent
+    assert equivalent is not None
+    module = Counted(WIDTH, HEADS)
+    made = equivalent.of(module)
+    assert isinstance(made, nn.MultiheadAttention)
+    x, lengths = torch.randn(3, 5, WIDTH), torch.tensor([2, 5, 1])
+    assert torch.allclose(made(x, lengths=lengths), module(x, lengths), atol=1e-6)
+    assert verify(CountedToTheLast).verdict == "deviates"
 
 
 def test_where_nothing_more_is_needed_it_is_torchs_own_module() -> None:

@@ -115,14 +115,14 @@ class AttentionWriter:
             back += ".transpose(1, 2)" if layout == "b h l d" else ""
         return f"{bracketed(expression)}{back}" if back else str(expression)
 
-    def _hidden(self) -> str:
-        """Write what the mask hides, (batch, heads, query, key) bool, True = may not look."""
+    def _hidden(self, keys: str = "key.size(-2)") -> str:
+        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""
         form = self.signature.form
         assert form is not None  # there is a mask
         if form.shape not in MASK_SHAPES or form.held:
             raise UnreadError(f"a mask of the form {form} cannot be written down")
         mask = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
-        return HIDES[form.encoding].format(mask)
+        return HIDES[form.encoding].format(mask, name=self.signature.mask, keys=keys)
 
     # ------------------------------------------------------------------------------------------- torch's module
     def _of_multi_head_attention(self) -> Iterator[str]:
@@ -157,7 +157,8 @@ class AttentionWriter:
         elif self._has_mask:
             yield "hidden = None"
         if self._has_mask:
-            text = f"hidden | ({self._hidden()})" if self.program.bias.is_causal else self._hidden()
+            hidden = self._hidden(f"{second}.size(1)")
+            text = f"hidden | ({hidden})" if self.program.bias.is_causal else hidden
             sizes = f"{first}.size(0), {heads}, {first}.size(1), {second}.size(1)"
             yield f"if {self.signature.mask} is not None:"
             yield f"    hidden = {text}  # True = may not look"

@@ -161,14 +161,15 @@ def query_mask_forms() -> Iterator[MaskForm]:
 def draw_masks(pattern: str, batch: int, query_len: int, key_len: int, seed: int = 3) -> Tensor:
     """Draw (b, q, k) of a pattern: holes inside, other ones for each sample, key 0 always visible.
 
-    >>> draw_masks("lengths", 2, 1, 4).sum(-1).tolist()
-    [[2], [3]]
+    >>> draw_masks("lengths", 3, 1, 5).sum(-1).tolist()
+    [[2], [3], [5]]
     """
     generator = torch.Generator().manual_seed(seed)
     may = torch.rand(batch, query_len, key_len, generator=generator) > 0.4
     if pattern in ("lengths", "query_lengths"):
         rows = torch.arange(query_len) if pattern == "query_lengths" else torch.zeros(query_len, dtype=torch.long)
         lengths = 2 + (torch.arange(batch)[:, None] + rows) % max(key_len - 2, 1)
+        lengths[-1, -1 if pattern == "query_lengths" else slice(None)] = key_len
         return torch.arange(key_len) < lengths[..., None]
     if pattern == "segments":
         segments = (torch.arange(batch)[:, None] + torch.arange(max(query_len, key_len))) // 2
