@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.contracts.operands import falls_twice_as_fast, pace_of
+from equivalence_tests.checker.engine.contracts.operands import falls_as, turns_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
@@ -63,23 +63,21 @@ class Conventions:
         if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
             place = _first_step(self.judgement, rotated[0])
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
-            run, base = self.judgement.attention.run, base_of(self.module)
-            files = {
-                frame[0]
-                for operation, _, _ in rotated[0].steps(run)
-                for frame in operation.frames
-                if frame[0].endswith(".py")
-            }
-            stated = any(getattr(node, "value", 0) == base**2 for file in files for node in nodes_in(file))
-            if not stated and falls_twice_as_fast(run, rotated[0], base):
+            turns, base = turns_of(self.judgement.attention.run, rotated[0]), base_of(self.module)
+            stated = self._numbers_beside(rotated[0])
+            if _is_whole(rotated[0]) and falls_as(turns, base, 4) and base**2 not in stated:
                 claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
                 yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
                 return
-            pace = pace_of(run, rotated[0])
-            said = f"queries and keys are rotated by the same angles{paired}"
-            if abs(pace - 1) > SINGLE:
-                said += f"; pair 1 turns by {pace:.4g}, not by 1, from one token to the next"
+            said = f"queries and keys are rotated by the same angles{paired}{_pace(turns, {base, *stated})}"
             yield Departure("rotary_positions", "rotary", place, evidence=said)
+
+    def _numbers_beside(self, operand: Operand) -> set[float]:
+        """The numbers in the files that rotate an operand."""
+        steps = operand.steps(self.judgement.attention.run)
+        files = {path for operation, _, _ in steps for path, *_ in operation.frames if path.endswith(".py")}
+        numbers = (getattr(node, "value", None) for path in files for node in nodes_in(path))
+        return {float(x) for x in numbers if isinstance(x, int | float)}
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
         normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
@@ -309,3 +307,22 @@ def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:
     table = table.masked_fill(~common, torch.nan)
     table = table - table.nanmean(-1, keepdim=True)
     return bool(((table - table[:1]).nan_to_num(0.0).abs() < LOOSE).all())
+
+
+def _is_whole(operand: Operand) -> bool:
+    """Whether all of a head that is wide enough is rotated, in neighbours or in halves."""
+    pairs, width = operand.pairs, operand.codes.size(-1)
+    return pairs is not None and not pairs.start and width >= 8 and pairs.apart in (1, width // 2)
+
+
+def _pace(turns: Tensor, bases: set[float]) -> str:
+    """Say by how much pairs turn where it is not by a base that is known, to the power of -2i / d; "" where it is."""
+    if not len(turns) or not turns[0]:
+        return ""
+    first = turns[0].item()
+    said = f"; pair 1 turns by {first:.4g}, not by 1, from one token to the next" if abs(first - 1) > SINGLE else ""
+    base = (1 / max((turns[1:2] / first).sum().item(), 1e-12)) ** len(turns)
+    known = next((one for one in (*bases, base) if one > 0 and falls_as(turns / first, one, 2)), None)
+    if known is None:
+        return f"{said}; pair i does not turn by base^(-2i / d)"
+    return said if known in bases or len(turns) == 1 else f"{said}; the base is {base:.6g}"

@@ -647,8 +647,21 @@ class LeansAfterItsRotation(TurnsByATable):
 class TurnsFaster(TurnsByATable):
     def turned(self, x: Tensor) -> Tensor:
         one, other = x.chunk(2, -1)
-        angles = 1.1 * torch.outer(torch.arange(float(x.size(2))), 10.0 ** -torch.arange(float(one.size(-1))))
+        angles = torch.outer(torch.arange(float(x.size(2))), self.turns(torch.arange(one.size(-1)) / one.size(-1)))
         return torch.cat((one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()), -1)
+
+    def turns(self, places: Tensor) -> Tensor:
+        return 1.1 * 10000.0**-places
+
+
+class TurnsByABaseOfItsOwn(TurnsFaster):
+    def turns(self, places: Tensor) -> Tensor:
+        return torch.exp(-12.0 * places)
+
+
+class TurnsByNoPowers(TurnsFaster):
+    def turns(self, places: Tensor) -> Tensor:
+        return 1 - places
 
 
 def test_what_is_done_after_a_rotation_is_no_mistake_of_the_rotation() -> None:
@@ -658,9 +671,18 @@ def test_what_is_done_after_a_rotation_is_no_mistake_of_the_rotation() -> None:
     assert all(one.line is not None and "rotated.mean" in one.line.text for one in found)
 
 
-def test_a_rotation_at_a_pace_of_its_own_is_said_to_be_one() -> None:
-    (said,) = verify(lambda: TurnsFaster(60, 60, 6)).intended
-    assert said.reason.endswith("; pair 1 turns by 1.1, not by 1, from one token to the next")
+@pytest.mark.parametrize(
+    ("kind", "pace"),
+    [
+        (TurnsByATable, ""),
+        (TurnsFaster, "; pair 1 turns by 1.1, not by 1, from one token to the next"),
+        (TurnsByABaseOfItsOwn, f"; the base is {math.exp(12):.6g}"),
+        (TurnsByNoPowers, "; pair i does not turn by base^(-2i / d)"),
+    ],
+)
+def test_a_rotation_at_a_pace_of_its_own_is_said_to_be_one(kind: type[TurnsByATable], pace: str) -> None:
+    (said,) = verify(lambda: kind(60, 60, 6)).intended
+    assert said.reason.endswith(f"in halves of a head{pace}")
 
 
 class RowByRow(nn.Module):

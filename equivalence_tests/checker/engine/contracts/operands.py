@@ -198,22 +198,18 @@ def _rising(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
     return found[~found.isnan()]
 
 
-def pace_of(run: Run, operand: Operand) -> float:
-    """By how much the first pair of a rotation turns from each token to the next; 1 where that is not one number."""
+def turns_of(run: Run, operand: Operand) -> Tensor:
+    """By how much each pair of a rotation turns from one token to the next; none where that is not one number."""
     if operand.pairs is None or operand.codes.size(1) < 2:
-        return 1.0
-    steps = _steps(_angles(run, operand, operand.pairs)[..., 0], 1).abs()
-    return float(steps.mean()) if near(steps, steps.mean().expand_as(steps), LOOSE) else 1.0
+        return torch.zeros(0)
+    steps = _steps(_angles(run, operand, operand.pairs), 1).abs().flatten(0, 1)
+    return steps.mean(0) if near(steps, steps.mean(0).expand_as(steps), LOOSE) else torch.zeros(0)
 
 
-def falls_twice_as_fast(run: Run, operand: Operand, base: float) -> bool:
-    """Whether the angles of all pairs of a rotation fall as base ** (-4 i / d): the exponent has its factor twice."""
-    pairs, width = operand.pairs, operand.codes.size(-1)
-    if pairs is None or pairs.start or width < 8 or width % 2 or pairs.apart not in (1, width // 2):
-        return False
-    found = _angles(run, operand, pairs)[:, :2].diff(dim=1).abs()
-    wanted = base ** (-4 * torch.arange(width // 2, dtype=found.dtype) / width)
-    return torch.allclose(found, wanted.expand_as(found), rtol=1e-3, atol=0)
+def falls_as(turns: Tensor, base: float, power: int) -> bool:
+    """Whether pair i turns by base ** (-power i / d) from one token to the next."""
+    wanted = base ** (-power * torch.arange(len(turns), dtype=turns.dtype) / (2 * len(turns)))
+    return len(turns) > 0 and torch.allclose(turns, wanted, rtol=1e-3, atol=0)
 
 
 def _rotated_backwards(run: Run, operand: Operand) -> bool:
