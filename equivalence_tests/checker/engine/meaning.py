@@ -120,7 +120,8 @@ class Evidence(Conventions):
         first = self.judgement.attention.first
         around = [type(module).__name__ for module in modules_around(self.module, (departure.operation or first).place)]
         stated = self._stated_scale() or any("scaled" in name.lower() for name in around)
-        return "" if departure.name == "scale_missing" and stated else departure.mistake.as_named(around)
+        other = departure.name == "scale_wrong" and departure.facts["scale"] != "/ sqrt(embed_dim)"
+        return "" if other or (departure.name == "scale_missing" and stated) else departure.mistake.as_named(around)
 
     def _is_of_this_run(self, operation: Operation) -> bool:
         """Whether it ran in the call that is judged, and not in another one, with a mask or a second tensor."""

@@ -1570,6 +1570,52 @@ def test_an_attention_with_a_matrix_for_its_keys_alone_may_be_named_after_its_au
     assert (report.verdict, len(report.intended)) == ("equal", 3), str(report)
 
 
+class MAB(nn.Module):
+    """As the Set Transformer was published: divided by the root of the whole width, beside the projected queries."""
+
+    power = 1 / 2
+
+    def __init__(self, dim_q: int, dim_k: int, dim_v: int, num_heads: int) -> None:
+        super().__init__()
+        self.dim_v, self.num_heads = dim_v, num_heads
+        self.fc_q, self.fc_k, self.fc_v = nn.Linear(dim_q, dim_v), nn.Linear(dim_k, dim_v), nn.Linear(dim_k, dim_v)
+        self.fc_o = nn.Linear(dim_v, dim_v)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        q, k, v = self.fc_q(q), self.fc_k(k), self.fc_v(k)
+        apart = (torch.cat(x.split(self.dim_v // self.num_heads, 2), 0) for x in (q, k, v))
+        queries, keys, values = apart
+        weights = (queries @ keys.mT / self.dim_v**self.power).softmax(-1)
+        output = torch.cat((queries + weights @ values).split(q.size(0), 0), 2)
+        return output + F.relu(self.fc_o(output))
+
+
+class MABOfFullWidth(MAB):
+    power = 1
+
+
+def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper() -> None:
+    report = verify(MAB)
+    assert (report.verdict, len(report.intended)) == ("equal", 2), str(report)
+    assert verify(MABOfFullWidth).mistakes == ("scale_wrong",)
+
+
+class AttendsInATable(nn.Module):
+    """Of the pixels of an image that is so high and so wide."""
+
+    def __init__(self, input_size: tuple[int, int], window_size: tuple[int, int], embed_dim: int, num_heads: int):
+        super().__init__()
+        assert input_size[0] % window_size[0] == 0 and input_size[1] % window_size[1] == 0
+        self.attends = nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attends(x, x, x, need_weights=False)[0]
+
+
+def test_a_pair_of_whole_numbers_is_the_size_of_an_image_or_of_a_window() -> None:
+    assert verify(AttendsInATable).verdict == "equal"
+
+
 def made_of_positions(length: int, width: int) -> Tensor:
     return (torch.arange(length)[:, None] / 10 ** torch.linspace(0, 3, width)).sin()
 

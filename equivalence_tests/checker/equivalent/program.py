@@ -27,7 +27,7 @@ from equivalence_tests.checker.equivalent.expressions import (
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.sublayers import Sublayers, is_norm
+from equivalence_tests.checker.equivalent.sublayers import Sublayers, adds_its_queries, is_norm
 from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.proposing import taken_apart
 
@@ -224,8 +224,9 @@ class Program:
         for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
             yield Step(f"{name} is added more than once", "", "residual")
         tokens = [one.tokens for _, one in self.roles]
-        called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
-        normed = [path for path in called if module is not None and is_norm(module.get_submodule(path))]
+        called = [x for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
+        normed = [x.path for x in called if module is not None and is_norm(module.get_submodule(x.path))]
+        projected = {f"{x.path} is called" for x in called if x.inner == (self.query.tokens,)}
         single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
         gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
         gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
@@ -236,6 +237,8 @@ class Program:
             if step.stage == "residual":
                 said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
                 yield Step(step.words, said or fed, "residual")
+            elif step.stage == "again" and step.words in projected:
+                yield replace(step, evidence=adds_its_queries(module))
             else:
                 yield step
 

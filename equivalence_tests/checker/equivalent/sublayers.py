@@ -5,6 +5,7 @@
 Source: Vaswani et al. 2017, section 3.1; Xiong et al. 2020 for the norms in front.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,15 @@ from equivalence_tests.checker.equivalent.expressions import (
     inner_of,
     terms_of,
 )
+
+SET_TRANSFORMER = re.compile("^(MAB|I?SAB|PMA)$")  # its attention blocks, by the names of their classes
+
+
+def adds_its_queries(module: nn.Module | None) -> str:
+    """Say that an attention is one of the Set Transformer's, which adds the projected queries; "" if it is none."""
+    names = [type(one).__name__ for one in module.modules()] if module is not None else []
+    named = next(filter(SET_TRANSFORMER.search, names), "")
+    return f"{named} is a block of the Set Transformer, which adds the projected queries" if named else ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,14 @@ class Sublayers:
         added = [x for x in terms if not _attends(x)]
         if not added:
             return "the attention has no residual connection"
+        if adds_its_queries(self.module) and [*map(self._projects_queries, added)] == [True]:
+            return ""
         if {*added} != {*terms_of(self._bare(self.tokens))} or len(added) == len(terms):
             return "what attends is added to something other than what it is made of"
         return "a norm stands in front of one sublayer, and behind it on the stream" if pre_norm and behind else ""
+
+    def _projects_queries(self, one: Expression) -> bool:
+        return isinstance(one, Called) and self._is_linear(one) and one.inner == (self.tokens,)
 
     def _without_activation(self, branch: Expression) -> str:
         """Name two linear layers that follow each other."""

@@ -29,6 +29,7 @@ from equivalence_tests.checker.reporting.lines import code_lines
 
 PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
 CUTS = words("getitem narrow select split chunk unbind")
+PIECES = words("split chunk unbind")
 OF_LEARNT = words("exp clamp clip")
 EPS = {"layer_norm": 1e-5, "rms_norm": None}
 MOST = 64  # steps, after which it is given up
@@ -167,7 +168,11 @@ class Tracer:
         return found
 
     def _joined(self, tensor: Tensor, inputs: list[Tensor], before: int) -> Expression | None:
-        """Tokens side by side; None where it is features that are joined."""
+        """Tokens side by side, or all pieces of one tensor; None where it is features of several that are joined."""
+        makers = [self.watched.maker_of(x, before) for x in inputs]
+        whole = makers[0].inputs[0].tensor if makers[0] is not None and makers[0].name in PIECES else None
+        if whole is not None and all(one is makers[0] for one in makers) and whole.numel() == tensor.numel():
+            return self.read(whole, before)
         alike = all(x.dim() == 3 and x.size(-1) == tensor.size(-1) for x in (tensor, *inputs))
         if not alike or sum(x.size(1) for x in inputs) != tensor.size(1):
             return None

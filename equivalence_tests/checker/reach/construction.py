@@ -29,6 +29,7 @@ from equivalence_tests.checker.reach.arguments import (
     COUNTS_KEY_HEADS,
     DROPOUT,
     FEEDS_FORWARD,
+    GRID,
     IMAGE_SIDE,
     MAX_LEN,
     OF_A_NUMBER,
@@ -61,6 +62,7 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 ALTERNATIVES, MOST_BUILDS = 3, 12
+SIDES = (0, PATCH_SIDE, 3, IMAGE_SIDE)  # where a name means the side of a square, or how far one is shifted
 FEW = 9  # no width of a model is as small
 LAYER = re.compile(r"(Encoder|Decoder|Transformer)\w*(Layer|Block)$")
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
@@ -334,23 +336,31 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
     if of_theirs or asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
+    return [*(one for one in made if one is not None), *_guesses(parameter, sizes, target)]
+
+
+def _guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
+    """List the numbers, names and layers that a required argument may want."""
+    name, asked = parameter.name.lower(), parameter.annotation
+    known, value = _value(target, parameter.name, sizes)
+    runs = used_as(target).get(parameter.name) == "runs"
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
-    guesses: list[Any] = [None] * compared_by(target).get(parameter.name, []).count(None)
-    guesses += [sizes.num_layers] * bool(COUNT.search(name))
-    guesses += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]
-    guesses += [ImitatedConfig(sizes)]
+    if typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int):  # of an image, or of a part of it
+        return [(2, 4) if "window" in name else (value, value) if value in SIDES else GRID]
     if ambiguous := first_match(name, AMBIGUOUS, None):
         squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
-        guesses = [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
-    elif isinstance(value, str) and (runs or re.search("Callable|Module", str(asked))):  # an activation, or its name
-        guesses = [nn.ReLU(), value]
-    elif runs and re.search(FEEDS_FORWARD, name):  # that of torch's layers, where no class beside is one
+        return [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
+    if isinstance(value, str) and (runs or re.search("Callable|Module", str(asked))):  # an activation, or its name
+        return [nn.ReLU(), value]
+    if runs and re.search(FEEDS_FORWARD, name):  # that of torch's layers, where no class beside is one
         width, hidden = sizes.embed_dim, sizes.ff_dim
-        guesses = [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
-    elif known:
-        guesses = [value] if value != sizes.embed_dim else [value, (value,)]
-    return [*(one for one in made if one is not None), *guesses]
+        return [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
+    if known:
+        return [value] if value != sizes.embed_dim else [value, (value,)]
+    guesses: list[Any] = [None] * compared_by(target).get(parameter.name, []).count(None)
+    guesses += [sizes.num_layers] * bool(COUNT.search(name))
+    return [*guesses, sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
 
 
 def _inner(name: str, sizes: Sizes) -> list[Sizes]:
