@@ -293,9 +293,10 @@ class Run:
         """Give the indices of the operations on which what comes back depends; all where nothing does.
 
         Args:
-            outputs: What of it; None for all.
+            outputs: What of it; None for all, and for all that the module gave whose call made it.
         """
-        tensors = list(tensors_of(self.output) if outputs is None else outputs)
+        whole = (x for call in self.recorder.calls if not call.path for x in call.outputs)
+        tensors = [*tensors_of(self.output), *whole] if outputs is None else list(outputs)
         return self.graph.live(tensors) if tensors else {operation.index for operation in self.operations}
 
 
