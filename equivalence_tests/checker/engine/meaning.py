@@ -37,6 +37,7 @@ SWITCH_OF_SCALE = re.compile(rf"^({SCALES.pattern})$")
 SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
+SET_TRANSFORMER = re.compile("^(MAB|I?SAB|PMA)$")  # its attention blocks, by the names of their classes
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
 CUTS = ("changed_by_getitem", "changed_by_narrow")  # of the column of a sink, after the softmax
@@ -120,8 +121,10 @@ class Evidence(Conventions):
         first = self.judgement.attention.first
         around = [type(module).__name__ for module in modules_around(self.module, (departure.operation or first).place)]
         stated = self._stated_scale() or any("scaled" in name.lower() for name in around)
-        other = departure.name == "scale_wrong" and departure.facts["scale"] != "/ sqrt(embed_dim)"
-        return "" if other or (departure.name == "scale_missing" and stated) else departure.mistake.as_named(around)
+        block = next(filter(SET_TRANSFORMER.search, around), "")
+        if block and departure.facts.get("scale") == "/ sqrt(embed_dim)":
+            return f"{block} is a block of the Set Transformer, which divides by sqrt(embed_dim)"
+        return "" if departure.name == "scale_missing" and stated else departure.mistake.as_named(around)
 
     def _is_of_this_run(self, operation: Operation) -> bool:
         """Whether it ran in the call that is judged, and not in another one, with a mask or a second tensor."""

@@ -1605,7 +1605,7 @@ class AttendsInATable(nn.Module):
 
     def __init__(self, input_size: tuple[int, int], window_size: tuple[int, int], embed_dim: int, num_heads: int):
         super().__init__()
-        assert input_size[0] % window_size[0] == 0 and input_size[1] % window_size[1] == 0
+        assert input_size[0] % window_size[0] == input_size[1] % window_size[1] == 0
         self.attends = nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:

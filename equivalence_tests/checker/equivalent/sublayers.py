@@ -5,12 +5,12 @@
 Source: Vaswani et al. 2017, section 3.1; Xiong et al. 2020 for the norms in front.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from equivalence_tests.checker.engine.meaning import SET_TRANSFORMER
 from equivalence_tests.checker.equivalent.expressions import (
     NORMS,
     Attended,
@@ -23,8 +23,6 @@ from equivalence_tests.checker.equivalent.expressions import (
     inner_of,
     terms_of,
 )
-
-SET_TRANSFORMER = re.compile("^(MAB|I?SAB|PMA)$")  # its attention blocks, by the names of their classes
 
 
 def adds_its_queries(module: nn.Module | None) -> str:

@@ -366,3 +366,49 @@ class RoundsItsOutput(LengthFirst):
 
 def test_what_rounding_makes_of_a_sample_in_another_place_is_no_position() -> None:
     assert not verify(lambda: RoundsItsOutput(29, 24, 3)).mistakes
+
+
+class AttendsInTwoStreams(nn.Module):
+    """Text and image are projected apart, and attend to all tokens of both."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_text, self.qkv_image = nn.Linear(dim, 3 * dim), nn.Linear(dim, 3 * dim)
+        self.out_text, self.out_image = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat((self.qkv_text(text), self.qkv_image(image)), 1)
+        q, k, v = both.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        of_text, of_image = attended.split((text.size(1), image.size(1)), 1)
+        return self.out_text(of_text), self.out_image(of_image)
+
+
+class BlockOfTwoStreams(nn.Module):
+    """As in multimodal diffusion transformers: what comes back is both streams."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attn = AttendsInTwoStreams(dim, num_heads)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(4))
+        self.ff_text, self.ff_image = (
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(2)
+        )
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        of_text, of_image = self.attn(self.norms[0](text), self.norms[1](image))
+        text, image = text + of_text, image + of_image
+        return text + self.ff_text(self.norms[2](text)), image + self.ff_image(self.norms[3](image))
+
+
+class ForgetsTheImage(BlockOfTwoStreams):
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        of_text, _ = self.attn(self.norms[0](text), self.norms[1](image))
+        text = text + of_text
+        return text + self.ff_text(self.norms[2](text)), image + self.ff_image(self.norms[3](image))
+
+
+def test_a_stream_that_comes_back_second_is_used() -> None:
+    assert verify(BlockOfTwoStreams).findings == []
+    assert "out_image.weight" in str(verify(ForgetsTheImage).findings)

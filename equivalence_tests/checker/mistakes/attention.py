@@ -30,8 +30,6 @@ SCALES = (
         "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads), once: take the size of the last axis of the keys.",
         (SCALE_LINE, "q @ k.mT / math.sqrt(query.size(-1))"),
         chosen=True,
-        on_purpose_in="The published code of the Set Transformer divides by sqrt(embed_dim): its MAB, and so SAB, ISAB "
-        "and PMA, which are made of it.",
     ),
     _scaled(
         "scale_differs_by_head",

@@ -63,8 +63,7 @@ class Mistake:
             named = re.compile(rf"(?:^|_|(?<=[a-z0-9]))(?i:{spelt})(?![a-z])")
             owner = next(filter(named.search, owners), None)
             if owner is not None:
-                said = "as it was published" if owner == model else f"is named after {model}, which"
-                return f"{owner} {said} does so"
+                return f"{owner} is named after {model}, which does so"
         return ""
 
     def made_of(self, right: str, *changes: Change) -> "Mistake":

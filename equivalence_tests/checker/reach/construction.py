@@ -320,7 +320,7 @@ def _override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) ->
 def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
-    known, value = _value(target, parameter.name, sizes)
+    _, value = _value(target, parameter.name, sizes)
     if keys_for(target, parameter.name):
         return [value]
     runs = used_as(target).get(parameter.name) == "runs"
@@ -360,7 +360,17 @@ def _guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[An
         return [value] if value != sizes.embed_dim else [value, (value,)]
     guesses: list[Any] = [None] * compared_by(target).get(parameter.name, []).count(None)
     guesses += [sizes.num_layers] * bool(COUNT.search(name))
-    return [*guesses, sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
+    return [
+        *guesses,
+        sizes.embed_dim,
+        sizes.key_heads,
+        sizes.num_heads,
+        sizes.head_dim,
+        DROPOUT,
+        False,
+        None,
+        ImitatedConfig(sizes),
+    ]
 
 
 def _inner(name: str, sizes: Sizes) -> list[Sizes]:
