@@ -87,7 +87,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     if not _attends_to_itself(trial) or trial.plan.positional:
         return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
-    for causal in _causal_ways(trial):
+    for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
             answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
             if answer.value is not None:
@@ -96,8 +96,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
                 return [*ran, *refused, *_limits_not_reached(trial)], findings
             error = answer.error  # another way to use this cache may work
             reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error) if error else "")
-    why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be compared with it")
-    return [Exercise(name, False, why) for name in names], []
+    return [Exercise(name, False, reasons[0]) for name in names], []
 
 
 def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
@@ -129,6 +128,11 @@ def _causal_ways(trial: Trial) -> Iterator[Hiding]:
     for way in (*alone, *(partial(masked, form) for form in forms)):
         if ask(partial(_hides_the_future, trial, way)).value:  # its mask may not take this form
             yield way
+
+
+def _sees_all(*_: int) -> dict[str, Any]:
+    """Hide nothing: a step sees the tokens so far, and so does the last of a pass over these alone."""
+    return {}
 
 
 def _hides_the_future(trial: Trial, way: Hiding) -> bool:
@@ -213,6 +217,15 @@ class _Decoder:
         x = self.tokens[:, :length]
         return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
+    def last_of_each(self, length: int) -> Tensor:
+        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it."""
+        return torch.cat([self.whole(1 + token)[:, -1:] for token in range(length)], 1)
+
+    def each_alone(self, length: int) -> Tensor:
+        """Give the output of each of the first tokens in a pass of its own."""
+        alone = self.tokens[:, :length].split(1, 1)
+        return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in alone], 1)
+
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
 
@@ -249,8 +262,9 @@ class _Decoder:
 
 def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
     refused: list[Exercise] = []
-    whole, detail = decoder.whole(TOKENS), decoder.protocol.detail
-    for how, lengths in CHUNKS.items():
+    apart, detail = decoder.hiding is _sees_all, decoder.protocol.detail
+    whole = decoder.last_of_each(TOKENS) if apart else decoder.whole(TOKENS)
+    for how, lengths in [*CHUNKS.items()][: 1 if apart else None]:
         done: list[Tensor] = []
         error = ask(partial(done.extend, (step.output for step in decoder.steps(lengths)))).error
         if error is not None:  # in the step after those that are done
@@ -265,6 +279,8 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
         have = torch.cat(done, dim=1)
         if have.shape != whole.shape:
             raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
+        if apart and near(have, decoder.each_alone(TOKENS)):
+            raise CannotCheckError("no step sees the tokens before it")
         differs = (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
         if decoder.joins and differs.any() and lengths[-1] > 1 and not differs[-1]:  # one token at a step was right
             why = "what comes later in a step is not hidden in it: right where each step is of one token"
@@ -272,7 +288,8 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
         elif differs.any():
             found = {"how": how, "token": int(differs.nonzero()[0]), "detail": detail}
             found |= {"lengths": ", ".join(map(str, lengths))}
-            shown = {"evidence": f"{TOKENS} tokens, the future hidden in both", **_located(decoder, lengths)}
+            hidden = "each the last of a pass over those before" if apart else "the future hidden in both"
+            shown = {"evidence": f"{TOKENS} tokens, {hidden}", **_located(decoder, lengths)}
             return refused, [found_mistake("cache_differs_from_one_pass", found, **shown)]
     return refused, []
 

@@ -392,6 +392,37 @@ class WritesAtTheBeginning(WritesInPlace):
     forgotten = True
 
 
+class OneTokenAtAStep(WritesInPlace):
+    """Hides nothing, since a step has no token behind its own."""
+
+    short = 0
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor) -> Tensor:  # type: ignore[override]
+        end = start_pos + x.size(1)
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)) for f in (self.wq, self.wk, self.wv))
+        self.cache_k, self.cache_v = self.cache_k.to(k), self.cache_v.to(v)
+        self.cache_k[: len(x), start_pos:end], self.cache_v[: len(x), start_pos:end] = self.turned(k, freqs_cis), v
+        seen = max(end - self.short, x.size(1))
+        q, k, v = self.turned(q, freqs_cis), self.cache_k[: len(x), :seen], self.cache_v[: len(x), :seen]
+        scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.size(-1))
+        return self.wo((scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+class NeverSeesItself(OneTokenAtAStep):
+    short = 1
+
+
+def test_a_step_that_hides_nothing_is_the_last_token_of_a_pass() -> None:
+    right = verify(OneTokenAtAStep)
+    assert right.mistakes == ()
+    assert ("start_pos", True) in [(exercise.what, exercise.exercised) for exercise in right.coverage]
+    (wrong,) = verify(NeverSeesItself).findings
+    assert (wrong.name, wrong.evidence) == (
+        "cache_differs_from_one_pass",
+        "6 tokens, each the last of a pass over those before",
+    )
+
+
 def test_a_cache_is_exercised_where_the_positions_are_handed_over() -> None:
     right = verify(WritesInPlace)
     assert (right.verdict, right.mistakes) == ("equal", ())
