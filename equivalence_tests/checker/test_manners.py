@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests import verify
 
@@ -192,6 +193,20 @@ class FusedUnscaled(Fused):
 
     def scale(self, q: Tensor) -> float:
         return 1.0
+
+
+class FusedAndAlwaysDropped(Fused):
+    """Of what a kernel gives, a part is dropped in every mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1)
+
+
+def test_dropout_in_eval_is_seen_behind_a_kernel() -> None:
+    (finding,) = verify(FusedAndAlwaysDropped).findings
+    assert finding.name == "dropout_in_eval"
+    assert finding.line is not None
+    assert finding.line.text == "return F.dropout(super().forward(x), 0.1)"
 
 
 def test_the_output_of_a_kernel_is_compared_and_no_more_is_said_of_it() -> None:

@@ -1,6 +1,7 @@
 """Record calls and find the line that ran an operation, for mistakes that were seen in the output alone."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.vocabulary import DRAWS
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_here, inside
 
+SEEDS = 16  # a layer may be skipped after few of them
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 
 
@@ -60,6 +63,25 @@ def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
         if matching:
             return matching[place].frames
     return ()
+
+
+def drawing_line(call: Callable[[], Tensor]) -> Frames | None:
+    """Give the line that drops or draws, where the same call gives something else after other random numbers."""
+
+    def output(seed: int) -> Tensor:
+        torch.default_generator.manual_seed(seed)
+        return call().double().nan_to_num()
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        first, *others = (ask(partial(output, seed)).value for seed in range(SEEDS))
+    if first is None or all(x is None or torch.allclose(x, first) for x in others):
+        return None
+    return next((one.frames for one in operations_of(call) if one.name in DRAWS or _drops(one)), ())
+
+
+def _drops(operation: Operation) -> bool:
+    given, made = (slots[0].value if slots else None for slots in (operation.inputs, operation.outputs))
+    return "dropout" in operation.name and given is not None and made is not None and not torch.equal(given, made)
 
 
 def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:

@@ -4,19 +4,17 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
-from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
-from equivalence_tests.checker.engine.vocabulary import DRAWS
 from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
@@ -26,7 +24,6 @@ from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
 from equivalence_tests.checker.reach.plans import Errors, crossed, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reach.tried import furthest_first
@@ -34,7 +31,6 @@ from equivalence_tests.checker.reporting.findings import Exercise, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
 
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
-SEEDS = 16  # a layer may be skipped after few of them
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -54,10 +50,8 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
-    if _differs_by_itself(trial):
-        drew = (one.frames for one in operations_of(lambda: trial.output(trial.inputs())) if one.name in DRAWS)
-        evidence = f"seen in {SEEDS} calls with one input"
-        walk.check(f"{label} (two calls)", {"random_in_eval": next(drew, ())}, path, evidence)
+    if (drew := drawing_line(lambda: trial.output(trial.inputs()))) is not None:
+        walk.check(f"{label} (two calls)", {"random_in_eval": drew}, path, f"seen in {SEEDS} calls with one input")
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
         walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items()}
@@ -74,18 +68,6 @@ def _is_batch_first_elsewhere(layer: nn.Module) -> bool:
     file = sys.modules.get(type(layer).__module__)
     length_first = any(getattr(m, "batch_first", None) is False for m in layer.modules())
     return length_first and file is not None and "batch_first=True" in source_of(file).replace(" ", "")
-
-
-def _differs_by_itself(trial: Trial) -> bool:
-    """Whether a layer in eval gives something else for the same input, after other random numbers."""
-
-    def output(seed: int) -> Tensor:
-        torch.default_generator.manual_seed(seed)
-        return trial.output(trial.inputs()).double().nan_to_num()
-
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        first, *others = (ask(partial(output, seed)).value for seed in range(SEEDS))
-    return first is not None and not all(x is None or torch.allclose(x, first) for x in others)
 
 
 def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:
