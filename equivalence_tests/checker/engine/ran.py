@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.vocabulary import DRAWS
+from equivalence_tests.checker.engine.vocabulary import DRAWS, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_here, inside
 
+CLAMPS = words("clamp clip hardtanh")
+GUARDS = 1e-2, 1e4  # bounds beyond these keep from dividing by 0, and from numbers that float16 does not have
 SEEDS = 16  # a layer may be skipped after few of them
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 
@@ -90,3 +92,18 @@ def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:
     found = {line.number: line for line in drew}
     said = "`{}` draws them in eval mode, too"
     return [Exercise(f"other random numbers in line {n}", False, said.format(x.text)) for n, x in found.items()]
+
+
+def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
+    """List the lines that cut features off at a bound which none of them reached; tiny and huge ones guard rounding."""
+    lines = dict[int, str]()
+    reached = set[int]()
+    for one in operations:
+        bounds = [one.argument(place, end) for place, end in ((1, "min"), (2, "max"))] if one.name in CLAMPS else []
+        asked = any(isinstance(x, int | float) and GUARDS[0] < abs(x) < GUARDS[1] for x in bounds)
+        if asked and one.frames and one.inputs[0].value.dim() > 2:
+            line = code_lines(one.frames)[-1]
+            lines[line.number] = line.text
+            reached |= set() if torch.equal(one.inputs[0].value, one.outputs[0].value) else {line.number}
+    never = {number: text for number, text in lines.items() if number not in reached}
+    return [Exercise(f"the bound in line {n}", False, f"`{text}` cut nothing off") for n, text in never.items()]

@@ -170,6 +170,23 @@ def test_a_norm_of_what_is_normalised_already_is_a_step(tmp_path: Path) -> None:
     assert said["added normalises what is normalised already"] == "the sub-module added"
 
 
+def test_a_norm_of_what_a_sublayer_gives_is_a_step(tmp_path: Path) -> None:
+    right = RIGHT["PreNormBlock"]
+    text = right.text.replace("super().__init__()\n", "super().__init__()\n        self.added = nn.LayerNorm(dim)\n")
+    text = text.replace("self.mlp(self.ln_2(x))", "self.added(self.mlp(self.ln_2(x)))")
+    said = {step.words: step.evidence for step in steps_of(built(right, text, tmp_path), right.drawn(0, 6)[-1])}
+    assert said["added normalises what mlp gives"] == "the sub-module added"
+
+
+@pytest.mark.parametrize(("bound", "never"), [(900.0, True), (0.5, False), (65504.0, False)])
+def test_a_bound_that_nothing_reaches_was_not_run(bound: float, never: bool, tmp_path: Path) -> None:
+    right, last = RIGHT["PreNormBlock"], "x + self.mlp(self.ln_2(x))"
+    assert last in right.text
+    text = right.text.replace(last, f"({last}).clamp(-{bound}, {bound})")
+    report = verify(built(right, text, tmp_path))
+    assert any("the bound in line" in one.what for one in report.not_exercised) == never, str(report)
+
+
 def test_what_changes_nothing_is_no_accusation(tmp_path: Path) -> None:
     right = RIGHT["PreNormBlock"]
     text = right.text.replace("q @ k.transpose(-2, -1)", "q @ (k - 1).transpose(-2, -1)")  # the same for all keys

@@ -17,7 +17,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
-from equivalence_tests.checker.engine.ran import drawn_in
+from equivalence_tests.checker.engine.ran import drawn_in, never_cut
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.equivalent.calls import diagnose_call
@@ -223,7 +223,8 @@ def _watch(walk: Walk, run: ModelRun) -> None:
     """Run the whole once, and find its attentions by their data flow, whatever their names."""
     module = walk.module
     walk.ran = recorded(module, run, run.source, run.target)
-    walk.report.coverage += drawn_in(walk.ran.recorder.operations)
+    ran = walk.ran.recorder.operations
+    walk.report.coverage += [*drawn_in(ran), *never_cut(ran)]
     given = [(call.path, [x for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2]) for call in walk.calls]
     several = {path for path, tensors in given if not all(identical(x, tensors[0]) for x in tensors)}
     walk.of_one = {path for path, _ in given} - several
