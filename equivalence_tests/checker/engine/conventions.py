@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.contracts.operands import falls_as, turns_of
+from equivalence_tests.checker.engine.contracts.operands import turns_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
@@ -65,7 +65,7 @@ class Conventions:
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
             turns, base = turns_of(self.judgement.attention.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
-            if _is_whole(rotated[0]) and falls_as(turns, base, 4) and base**2 not in stated:
+            if _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated:
                 claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
                 yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
                 return
@@ -315,14 +315,22 @@ def _is_whole(operand: Operand) -> bool:
     return pairs is not None and not pairs.start and width >= 8 and pairs.apart in (1, width // 2)
 
 
+def _falls_as(turns: Tensor, base: float, power: int) -> bool:
+    """Whether pair i turns by base ** (-power i / d) from one token to the next."""
+    wanted = base ** (-power * torch.arange(len(turns), dtype=turns.dtype) / (2 * len(turns)))
+    return len(turns) > 0 and torch.allclose(turns, wanted, rtol=1e-3, atol=0)
+
+
 def _pace(turns: Tensor, bases: set[float]) -> str:
     """Say by how much pairs turn where it is not by a base that is known, to the power of -2i / d; "" where it is."""
+    if turns.isnan().any():
+        return "; they do not turn by the same angle from each token to the next"
     if not len(turns) or not turns[0]:
         return ""
     first = turns[0].item()
     said = f"; pair 1 turns by {first:.4g}, not by 1, from one token to the next" if abs(first - 1) > SINGLE else ""
     base = (1 / max((turns[1:2] / first).sum().item(), 1e-12)) ** len(turns)
-    known = next((one for one in (*bases, base) if one > 0 and falls_as(turns / first, one, 2)), None)
+    known = next((one for one in (*bases, base) if one > 0 and _falls_as(turns / first, one, 2)), None)
     if known is None:
         return f"{said}; pair i does not turn by base^(-2i / d)"
     return said if known in bases or len(turns) == 1 else f"{said}; the base is {base:.6g}"

@@ -676,9 +676,12 @@ class LeansAfterItsRotation(TurnsByATable):
 
 
 class TurnsFaster(TurnsByATable):
+    power = 1
+
     def turned(self, x: Tensor) -> Tensor:
         one, other = x.chunk(2, -1)
-        angles = torch.outer(torch.arange(float(x.size(2))), self.turns(torch.arange(one.size(-1)) / one.size(-1)))
+        turns = self.turns(torch.arange(one.size(-1)) / one.size(-1))
+        angles = torch.outer(torch.arange(float(x.size(2))) ** self.power, turns)
         return torch.cat((one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()), -1)
 
     def turns(self, places: Tensor) -> Tensor:
@@ -688,6 +691,10 @@ class TurnsFaster(TurnsByATable):
 class TurnsByABaseOfItsOwn(TurnsFaster):
     def turns(self, places: Tensor) -> Tensor:
         return torch.exp(-12.0 * places)
+
+
+class TurnsFasterAndFaster(TurnsFaster):
+    power = 2
 
 
 class TurnsByNoPowers(TurnsFaster):
@@ -709,6 +716,7 @@ def test_what_is_done_after_a_rotation_is_no_mistake_of_the_rotation() -> None:
         (TurnsFaster, "; pair 1 turns by 1.1, not by 1, from one token to the next"),
         (TurnsByABaseOfItsOwn, f"; the base is {math.exp(12):.6g}"),
         (TurnsByNoPowers, "; pair i does not turn by base^(-2i / d)"),
+        (TurnsFasterAndFaster, "; they do not turn by the same angle from each token to the next"),
     ],
 )
 def test_a_rotation_at_a_pace_of_its_own_is_said_to_be_one(kind: type[TurnsByATable], pace: str) -> None:

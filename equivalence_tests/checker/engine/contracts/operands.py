@@ -199,17 +199,13 @@ def _rising(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
 
 
 def turns_of(run: Run, operand: Operand) -> Tensor:
-    """By how much each pair of a rotation turns from one token to the next; none where that is not one number."""
-    if operand.pairs is None or operand.codes.size(1) < 2:
+    """By how much each pair turns from one token to the next; NaN where that differs, none where rows are no tokens."""
+    rows = token_of(operand.codes)[..., 0]
+    if operand.pairs is None or operand.codes.size(1) < 2 or not bool((rows.diff(dim=1) == 1).all()):
         return torch.zeros(0)
     steps = _steps(_angles(run, operand, operand.pairs), 1).abs().flatten(0, 1)
-    return steps.mean(0) if near(steps, steps.mean(0).expand_as(steps), LOOSE) else torch.zeros(0)
-
-
-def falls_as(turns: Tensor, base: float, power: int) -> bool:
-    """Whether pair i turns by base ** (-power i / d) from one token to the next."""
-    wanted = base ** (-power * torch.arange(len(turns), dtype=turns.dtype) / (2 * len(turns)))
-    return len(turns) > 0 and torch.allclose(turns, wanted, rtol=1e-3, atol=0)
+    even = (steps - steps.mean(0)).abs().amax(0) < LOOSE
+    return torch.where(even, steps.mean(0), torch.nan)
 
 
 def _rotated_backwards(run: Run, operand: Operand) -> bool:
