@@ -80,15 +80,13 @@ def compare(
     show_decoding(console, timings[-1])
     agree, verdict = verdict_on(rows, trainings)
     if json_file is not None:
-        write_json(
-            json_file,
-            {"agree": agree, "machine": about_this_machine(place), "dtype": dtype, "seed": seed}
-            | {
-                "components": [dataclasses.asdict(row) for row in rows],
-                "trainings": [dataclasses.asdict(training) | {"same": training.same} for training in trainings],
-                "timings": [dataclasses.asdict(timing) | {"ratio": timing.ratio} for timing in timings],
-            },
-        )
+        about = {"agree": agree, "machine": about_this_machine(place), "dtype": dtype, "seed": seed}
+        found = {
+            "components": [dataclasses.asdict(row) for row in rows],
+            "trainings": [dataclasses.asdict(training) | {"same": training.same} for training in trainings],
+            "timings": [dataclasses.asdict(timing) | {"ratio": timing.ratio} for timing in timings],
+        }
+        write_json(json_file, about | found)
     console.print(verdict)
     raise typer.Exit(0 if agree else 1)
 

@@ -223,8 +223,7 @@ class _Decoder:
 
     def each_alone(self, length: int) -> Tensor:
         """Give the output of each of the first tokens in a pass of its own."""
-        alone = self.tokens[:, :length].split(1, 1)
-        return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in alone], 1)
+        return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
 
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
@@ -276,12 +275,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
                 continue
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
             return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=detail)]
-        have = torch.cat(done, dim=1)
-        if have.shape != whole.shape:
-            raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
-        if apart and near(have, decoder.each_alone(TOKENS)):
-            raise CannotCheckError("no step sees the tokens before it")
-        differs = (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
+        differs = _differing(torch.cat(done, dim=1), whole, decoder.each_alone(TOKENS) if apart else None)
         if decoder.joins and differs.any() and lengths[-1] > 1 and not differs[-1]:  # one token at a step was right
             why = "what comes later in a step is not hidden in it: right where each step is of one token"
             refused.append(Exercise(f"several tokens at a step, {detail}", False, why))
@@ -292,6 +286,19 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
             shown = {"evidence": f"{TOKENS} tokens, {hidden}", **_located(decoder, lengths)}
             return refused, [found_mistake("cache_differs_from_one_pass", found, **shown)]
     return refused, []
+
+
+def _differing(have: Tensor, whole: Tensor, alone: Tensor | None) -> Tensor:
+    """Say of each token whether the steps give something else than one pass.
+
+    Raises:
+        CannotCheckError: If the shapes differ, or each step gives what it would ``alone``.
+    """
+    if have.shape != whole.shape:
+        raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
+    if alone is not None and near(have, alone):
+        raise CannotCheckError("no step sees the tokens before it")
+    return (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
 
 
 def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:

@@ -224,17 +224,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     Raises:
         UnreadError: If it follows no rule that is known.
     """
-    judgement = reader.watched.judgement
-    models = dict(zip((part.number for part in judgement.attention.parts), judgement.models, strict=False))
-    if any(one.part.number not in models for one in reader.slices):
-        raise UnreadError("what is added to the scores cannot be read")
-
-    def added(one: Slice) -> Tensor:
-        every = one.part.product.contraction.result(models[one.part.number].bias)
-        return _without_constant(every[one.number][one.rows])
-
-    every = _laid_out(reader, lengths, added)
-    every = torch.where(every.isnan(), -torch.inf, every)
+    every = _added(reader, lengths)
     bias, hidden = every[0], every[0].isinf()
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
     alike = all(torch.allclose(every[0], one, atol=CLOSE) for one in every)
@@ -259,6 +249,25 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
         return Bias(_visible(hidden, gap), None, None, places, factor, not alike, rows)
     relative = _relative(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
     return Bias(given=every) if relative is None else Bias(_visible(hidden, gap), relative=relative)
+
+
+def _added(reader: OperandReader, lengths: tuple[int, int]) -> Tensor:
+    """What is added to the scores of each sample and head, -inf where a key is hidden; a constant of a row is left out.
+
+    Raises:
+        UnreadError: If that is not known of all scores.
+    """
+    judgement = reader.watched.judgement
+    models = dict(zip((part.number for part in judgement.attention.parts), judgement.models, strict=False))
+    if any(one.part.number not in models for one in reader.slices):
+        raise UnreadError("what is added to the scores cannot be read")
+
+    def added(one: Slice) -> Tensor:
+        every = one.part.product.contraction.result(models[one.part.number].bias)
+        return _without_constant(every[one.number][one.rows])
+
+    every = _laid_out(reader, lengths, added)
+    return torch.where(every.isnan(), -torch.inf, every)
 
 
 def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:

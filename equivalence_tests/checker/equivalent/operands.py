@@ -200,15 +200,8 @@ class OperandReader:
         if taken is None:
             raise UnreadError("an operand is no argument and made by no projection")
         tensor, operation = taken
-        if id(tensor) not in self.traced:
-            self.traced[id(tensor)] = Tracer(self.watched).read(tensor, operation.index)
-        tokens = self.traced[id(tensor)]
+        tokens = self._tokens(tensor, operation.index, source, role)
         flat, every = self._flat(tokens), list(all_of(tokens))
-        alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
-        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
-            made = tensor.detach().double().flatten(0, -2)
-            rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
-            self.numbers.setdefault(role, _row_numbers(source.codes, rows))  # other tokens than those of an argument
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
             raise UnreadError("what is projected has different tokens from what is handed over")
@@ -224,6 +217,19 @@ class OperandReader:
         if more is not None and parameters.is_beside(more, found.weight):
             own, more = more, own
         return Projection(found.weight, own, found.factor, more, tokens=tokens)
+
+    def _tokens(self, tensor: Tensor, before: int, source: Source, role: str) -> Expression:
+        """Trace what is projected, and number its tokens where they are other ones than those of an argument."""
+        if id(tensor) not in self.traced:
+            self.traced[id(tensor)] = Tracer(self.watched).read(tensor, before)
+        tokens = self.traced[id(tensor)]
+        flat, every = self._flat(tokens), list(all_of(tokens))
+        alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
+        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
+            made = tensor.detach().double().flatten(0, -2)
+            rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
+            self.numbers.setdefault(role, _row_numbers(source.codes, rows))
+        return tokens
 
     def _parameters_of(self, one: Called) -> Iterator[str]:
         """Name the parameters of a sub-module."""

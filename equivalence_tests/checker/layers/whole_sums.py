@@ -47,14 +47,7 @@ class Sums:
         if value.terms in self.seen:
             return
         self.seen.add(value.terms)
-        for label, count in value.terms:
-            if count != 1:
-                made = self.labels.made[label]
-                width = value.places.size(-1) if value.places.dim() else 0
-                looked_up = made.kind == "embedding" and made.inputs[0].places.dim() < value.places.dim()
-                usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
-                said = "the square root of the width, as embeddings are scaled" if usual else ""
-                self.say(f"{made.words} times {count:.6g}", "factor", said)
+        self._multiplied(value)
         value = replace(value, terms=self.labels.bare(value.terms))
         kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
         branches = [label for label, kind in kinds.items() if kind not in BASES]
@@ -78,6 +71,15 @@ class Sums:
         if branches:
             self._from_stream(value, by)
         self.labels.streams.add(value.terms)
+
+    def _multiplied(self, value: Value) -> None:
+        """Say which terms are multiplied by a number."""
+        width = value.places.size(-1) if value.places.dim() else 0
+        for made, count in ((self.labels.made[label], count) for label, count in value.terms if count != 1):
+            looked_up = made.kind == "embedding" and made.inputs[0].places.dim() < value.places.dim()
+            usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
+            said = "the square root of the width, as embeddings are scaled" if usual else ""
+            self.say(f"{made.words} times {count:.6g}", "factor", said)
 
     def _from_stream(self, value: Value, by: str) -> None:
         """A sum is a stream with what sub-layers made of it."""
