@@ -348,6 +348,9 @@ def _guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[An
         return [sizes.head_dim ** scales[parameter.name]]
     if typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int):  # of an image, or of a part of it
         return [(2, 4) if "window" in name else (value, value) if value in SIDES else GRID]
+    compared = compared_by(target).get(parameter.name, [])
+    if words := [*dict.fromkeys(x for x in compared if isinstance(x, str))]:
+        return words
     if ambiguous := first_match(name, AMBIGUOUS, None):
         squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
         return [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
@@ -358,7 +361,7 @@ def _guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[An
         return [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
     if known:
         return [value] if value != sizes.embed_dim else [value, (value,)]
-    guesses: list[Any] = [None] * compared_by(target).get(parameter.name, []).count(None)
+    guesses: list[Any] = [None] * compared.count(None)
     guesses += [sizes.num_layers] * bool(COUNT.search(name))
     return [
         *guesses,

@@ -149,7 +149,7 @@ def other_options(target: Any) -> Iterator[tuple[str, str | int]]:
             yield parameter.name, not default
         elif default == 0 and SHIFT.search(parameter.name):
             yield parameter.name, 1
-        elif isinstance(default, str):
+        elif isinstance(default, str) or default is parameter.empty:
             values = dict.fromkeys(x for x in compared.get(parameter.name, []) if isinstance(x, str))
             yield from ((parameter.name, value) for value in values if value != default)
 
