@@ -1,7 +1,7 @@
 """The door to any call that runs: find its attentions, judge each where it stands."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -110,23 +110,26 @@ def conclude(
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
     departures = [one if one.evidence else replace(one, evidence=intended.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]
-    wrong, proven = _needed(wrong, found, place) if proofs else (wrong, {})
+    kept = {departure.name for departure in departures if departure.evidence}
+    wrong, proven = _needed(wrong, found, place, kept) if proofs else (wrong, {})
     report.findings = [finding_of(one, proven.get(id(one)), found.call.module) for one in wrong]
     report.intended = [finding_of(departure) for departure in departures if departure.evidence]
     report.verdict = "deviates" if wrong else "equal"
 
 
-def _needed(wrong: list[Departure], found: Examination, place: int) -> tuple[list[Departure], dict[int, Proof | None]]:
-    """Prove each departure, and leave those out that change nothing.
+def _needed(
+    wrong: list[Departure], found: Examination, place: int, kept: Collection[str] = ()
+) -> tuple[list[Departure], dict[int, Proof | None]]:
+    """Prove each departure, beside those of the names that are intended, and leave those out that change nothing.
 
     Where the others do not account for the difference without them, what was read is not what departs: nothing is
     proven then.
     """
-    proven = _proven(wrong, found, place)
+    proven = _proven(wrong, found, place, kept)
     needed = [one for one in wrong if not _changes_nothing(proven[id(one)])]
     if len(needed) in (0, len(wrong)):
         return wrong, proven
-    again = _proven(needed, found, place)
+    again = _proven(needed, found, place, kept)
     proofs = [proof for proof in again.values() if proof is not None]
     accounted = bool(proofs) and all(proof.holds for proof in proofs)
     return (needed, again) if accounted else (wrong, dict.fromkeys(proven))
@@ -137,14 +140,18 @@ def _changes_nothing(proof: Proof | None) -> bool:
     return proof is not None and max(proof.error, proof.without) < proof.rounding
 
 
-def _proven(wrong: list[Departure], found: Examination, place: int) -> dict[int, Proof | None]:
-    """Prove each departure in the call in which it was seen, beside all others that were seen there."""
+def _proven(wrong: list[Departure], found: Examination, place: int, kept: Collection[str]) -> dict[int, Proof | None]:
+    """Prove each departure in the call in which it was seen, beside all others that were seen there.
+
+    What is intended is put right for the proof, too: torch's formula has none of it.
+    """
     proofs: dict[int, Proof | None] = {}
     seen = [one.seen_in or (found, place) for one in wrong]
     for examination, at in {(id(x), at): (x, at) for x, at in seen}.values():
         own = [one for one, call in zip(wrong, seen, strict=True) if call[0] is examination and call[1] == at]
-        examination.departures[at] = own
-        proofs |= dict(zip(map(id, own), prove(examination, at), strict=True))
+        beside = [one for one in examination.departures[at] if one.name in kept]
+        examination.departures[at] = [*own, *beside]
+        proofs |= dict(zip(map(id, own), prove(examination, at), strict=False))
     return proofs
 
 
