@@ -38,6 +38,7 @@ SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
 SET_TRANSFORMER = re.compile("(MAB|SAB|PMA)$")  # its attention blocks, by the names of their classes
+OF_LUONG = "what attends is joined to what asks and goes through tanh, as in Luong's attention, which has no scale"
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
 CUTS = ("changed_by_getitem", "changed_by_narrow")  # of the column of a sink, after the softmax
@@ -174,7 +175,7 @@ class Evidence(Conventions):
         if departure.stage == "operand" and kinds == ["add"] and (table := self._positions_beside(operation)):
             return f"{table} gives what is added, and takes nothing of the input"
         if not kinds or departure.stage == "operand":
-            return self._activation(operation)
+            return self._activation(operation) or self._of_luong(operation)
         takes_part = self._parameter_in(departure, operation)
         how = "added" if kinds == ["add"] else "multiplied"
         return f"the parameter {takes_part[0]} takes part in what is {how}" if takes_part is not None else ""
@@ -251,6 +252,16 @@ class Evidence(Conventions):
                 return f"the module holds it as its part {name}"
         return ""
 
+    def _of_luong(self, operation: Operation) -> str:
+        """The tanh of what attends beside what asks; "" for any other operation."""
+        if operation.name != "tanh":
+            return ""
+        graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
+        before = graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)
+        joined = (self._names.before[one.index] for one in before if one.name in JOINS)
+        sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
+        return OF_LUONG if any(any(side) and not all(side) for side in sides) else ""
+
     def _value_scale(self) -> str:
         """A number of the configuration that multiplies the values; "" if none does."""
         factors = [operand.factor for operand in self.judgement.first_operands[2:] if abs(operand.factor - 1) > 1e-4]
@@ -309,6 +320,9 @@ class Evidence(Conventions):
             return f"queries and keys have the length one, and their cosines are multiplied by what {kept}"
         if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
             return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
+        behind = self._names.operations[self.judgement.attention.last.index :]
+        if departure.name == "scale_missing" and any(map(self._of_luong, behind)) and not self._stated_scale():
+            return OF_LUONG
         off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
         return f"{off} is False" if off else self._configured(departure.facts["factor"])
 

@@ -196,13 +196,15 @@ class Mapped(Expression):
 
 @dataclass(frozen=True)
 class Joined(Expression):
-    """Tokens beside one another, first those of the first; what is learnt stands in each sample."""
+    """Tokens, or features, beside one another, first those of the first; what is learnt stands in each sample."""
 
     inner: tuple[Expression, ...]
+    axis: int = 1
 
     def _of(self, values: Values) -> Tensor:
-        made = ((x(values), any(isinstance(one, Given) for one in all_of(x))) for x in self.inner)
-        return torch.cat([x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made], 1)
+        made = ((x(values), any(isinstance(one, Given | Attended) for one in all_of(x))) for x in self.inner)
+        laid = [x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made]
+        return torch.cat(laid, self.axis)
 
 
 def own_norm(operation: Operation) -> str:
@@ -271,6 +273,10 @@ class Evidence:
             elif isinstance(one, Learnt | Mapped):
                 said = self._once({one.name}, f"the parameter {one.name}")
                 yield Step(f"{one.name} takes part", said, stage if said else "again")
+            elif isinstance(one, Joined) and one.axis == -1:
+                beside = [x for x in one.inner if isinstance(x, Attended | Given)]
+                said = "what attends beside what asks, as in Luong's attention" if len({*beside}) == 2 else ""
+                yield Step("features are put side by side", said if Attended() in beside else "", stage)
             elif isinstance(one, Joined):
                 twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)

@@ -254,7 +254,9 @@ class Program:
         """A weight whose name says another role, and what is not projected where others are."""
         made = {role: self._made_by(one.tokens, module) for role, one in self.roles if one.bias is None}
         bare = [role for role, path in made.items() if not path]
-        further = {name for name, x in parameters.named.items() if x.dim() > 1} - self.projections(parameters)
+        behind = tuple(f"{x.path}." for x in all_of(self.output.around) if isinstance(x, Called))
+        matrices = {name for name, x in parameters.named.items() if x.dim() > 1 and not name.startswith(behind)}
+        further = matrices - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
             why = "" if module is None or further else "the module holds no matrix that could"
             yield Step(f"the {role} is not projected", why, "project")

@@ -168,11 +168,14 @@ class Tracer:
         return found
 
     def _joined(self, tensor: Tensor, inputs: list[Tensor], before: int) -> Expression | None:
-        """Tokens side by side, or all pieces of one tensor; None where it is features of several that are joined."""
+        """Tokens side by side, the features of each, or all pieces of one tensor; None for anything else."""
         makers = [self.watched.maker_of(x, before) for x in inputs]
         whole = makers[0].inputs[0].tensor if makers[0] is not None and makers[0].name in PIECES else None
         if whole is not None and all(one is makers[0] for one in makers) and whole.numel() == tensor.numel():
             return self.read(whole, before)
+        beside = len({(*x.shape[:-1], x.dim()) for x in inputs}) == 1 and inputs[0].dim() > 1
+        if beside and sum(x.size(-1) for x in inputs) == tensor.size(-1):
+            return Joined(tuple(self.read(x, before) for x in inputs), axis=-1)
         alike = all(x.dim() == 3 and x.size(-1) == tensor.size(-1) for x in (tensor, *inputs))
         if not alike or sum(x.size(1) for x in inputs) != tensor.size(1):
             return None
