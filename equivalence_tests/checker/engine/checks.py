@@ -82,7 +82,7 @@ def check_float32_error(situation: Situation, report: Report) -> str:
     def ours(theirs: nn.Module, one: Any) -> Tensor:
         made = program.of(theirs)
         args, kwargs = taken(made.forward, *one)
-        return from_layout(made(*args, **kwargs), situation.plan.layout)
+        return from_layout(made(*args, **kwargs), situation.plan.output_layout)
 
     module = copy.deepcopy(subject.function)
     retype(module, torch.float32)

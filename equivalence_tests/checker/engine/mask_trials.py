@@ -80,7 +80,8 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
         return []
     adapted = situation.subject.adapter.call is not None
     masks = _Masks(situation, report)
-    found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else mask_forms())
+    forms = [form for form in mask_forms() if not situation.plan.step or "query" not in form.shape]
+    found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else forms)
     if found is None and masks.says_which_queries():
         return []
     if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):

@@ -30,6 +30,9 @@ LAYOUTS = {
     "b 1 l e": "(batch, 1, len, features)",
     "b l 1 e": "(batch, height, width, features)",
     "b e l 1 1": "(batch, features, len, height, width)",
+    "b e": "(batch, features)",
+    "1 b e": "(1, batch, features)",
+    "b 1 e": "(batch, 1, features)",
 }
 WRAPS = {
     ("none", False): "attention alone",
@@ -44,7 +47,7 @@ LENGTH_FIRST = "(len, batch, features) unless batch_first"
 def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
     """List how the code is called and laid out, beside torch's way: (what, in this code, in torch.nn)."""
     yield "arguments", _arguments(situation.plan), "forward(query, key, value, ...)"
-    yield "layout", LAYOUTS[situation.plan.layout], LENGTH_FIRST
+    yield "layout", laid_out(situation.plan), LENGTH_FIRST
     judgement = situation.judgement
     if judgement is None or judgement.blocked():
         return
@@ -58,6 +61,12 @@ def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
         yield "includes", wrap, "attention alone"
     if is_causal(judgement) and not any(finding.stage == "mask" for finding in report.findings):
         yield "causal mask", "built in", "attn_mask, given in each call"
+
+
+def laid_out(plan: CallPlan) -> str:
+    """Say how tokens are laid out, and what comes back for a query that is one time step."""
+    step = f"; the query {LAYOUTS[plan.step]}, the output {LAYOUTS[plan.returned]}" if plan.step else ""
+    return LAYOUTS[plan.layout] + step
 
 
 def _arguments(plan: CallPlan) -> str:

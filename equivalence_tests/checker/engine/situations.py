@@ -32,6 +32,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 BATCH_FIRST = re.compile(
     r"\b(bs?|bsz|batch\w*)\s*(,[^=\n]*)?=\s*\w+\.(shape\b(?!\[[^0])|size\((0?|dim=0)\))", re.IGNORECASE
 )
+OF_LUONG = "one state of a decoder looks back at all that an encoder gave, as in Luong's attention, which has no scale"
 # Which of queries, keys and values are made of an argument, by its role.
 OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
 
@@ -177,16 +178,20 @@ def situation_of(
     situation = Situation(subject, trial, inputs, call, found)
     situation.extra = list(_outside(situation, roles, expecting))
     for place, departures in enumerate(found.departures):
-        departures[:] = [replace(_named_by_heads(one, situation), seen_in=(found, place)) for one in departures]
+        departures[:] = [replace(_known_by_its_call(one, situation), seen_in=(found, place)) for one in departures]
     return situation
 
 
-def _named_by_heads(departure: Departure, situation: Situation) -> Departure:
-    """Rename a departure of the scale that shows that the heads are never split; give back any other as it is."""
+def _known_by_its_call(departure: Departure, situation: Situation) -> Departure:
+    """Rename a departure of the scale that shows that the heads are never split; Luong's attention has no scale."""
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
-    if departure.stage != "scale" or heads < 2 or judgement is None:
+    whole = judgement is not None and len(judgement.attention.parts[0].table.heads) == 1
+    unscaled = departure.name == "scale_missing" and situation.plan.step and whole
+    if unscaled and "scal" not in source_of(type(situation.subject.function)).lower():
+        return replace(departure, evidence=OF_LUONG)
+    if departure.stage != "scale" or heads < 2:
         return departure
-    whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
+    width = departure.facts["width"] // heads
     unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
 
@@ -241,7 +246,7 @@ def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
     found = run.names.last_of(outputs[plan.output]) if plan.output < len(outputs) else None
     if found is None or not bool(known(found[1]).all()):
         return None
-    output, codes = (from_layout(x.double(), plan.layout) for x in found)
+    output, codes = (from_layout(x.double(), plan.output_layout) for x in found)
     tokens = token_of(numbered(situation.inputs.query.shape))[..., 0]
     if codes.shape[:2] != tokens.shape:
         return None

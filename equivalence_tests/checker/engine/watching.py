@@ -338,7 +338,7 @@ def _product_and_sum(
 
 
 def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | None:
-    """Run (a * b).sum(axis) as the product of matrices that it is; None where neither is repeated along the other."""
+    """Run (a * b).sum(axis) as the product of matrices that it is; None where neither is repeated."""
     last = next((one for one in reversed(recorder.operations) if any(x is slot.tensor for slot in one.outputs)), None)
     axis = options[0] if len(options) == 1 else None
     axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
@@ -350,7 +350,8 @@ def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | No
         return None  # a table of constants, as of positions by which pairs are rotated
     letters = ascii_letters[: x.dim()]
     own = [_not_repeated(slot.tensor, x.shape, letters) for slot in last.inputs]
-    if not all(letters[axis] in one and one != letters for one in own) or not torch.equal(x, last.outputs[0].value):
+    repeated = all(letters[axis] in one for one in own) and own != [letters] * 2
+    if not repeated or not torch.equal(x, last.outputs[0].value):
         return None
     shapes = ([x.size(letters.index(letter)) for letter in one] for one in own)
     pairs = zip(last.inputs, shapes, strict=True)

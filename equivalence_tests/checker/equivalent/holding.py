@@ -175,7 +175,7 @@ class Held:
         other = form is not None and situation.plan.neutral not in (None, form)  # the text takes a mask of one form
         forms = dict.fromkeys((form,) if other else (None, form))
         cases = [case_of(situation.trial, None, "", seed=41, form=one) for one in forms]
-        as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype))
+        as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
         text = compare(lambda case: WrittenPart(found).on(case.call, layout.outward), cases, as_given, tolerance)
         return text.agrees and not text.left_out
 
@@ -186,7 +186,8 @@ class Held:
         yield case_of(trial, None, "parameters drawn anew", seed=22, redrawn=8)
         for place, (queries, keys) in enumerate(LENGTHS):
             keys = queries if trial.plan.self_attention else keys
-            yield case_of(trial, (queries, keys), f"{queries} queries and {keys} keys", seed=23 + place)
+            said = "1 query" if trial.plan.step else f"{queries} queries"
+            yield case_of(trial, (queries, keys), f"{said} and {keys} keys", seed=23 + place)
         for one in (self.situation, *self.situation.other_masks):
             form, name = one.understood, one.plan.mask_parameter
             if form is not None:
@@ -209,6 +210,8 @@ def signature_of(situation: Situation) -> Signature:
         situation.understood,
         returned.dim() < 4,
         Layout.of(situation.trial).tables,
+        dict.fromkeys(plan.steps, plan.step),
+        plan.output_layout,
     )
 
 

@@ -1,7 +1,7 @@
 """How code that was checked is called, and what its layouts and masks are in torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from equivalence_tests.checker.reach.masking import MaskForm
 
@@ -15,6 +15,9 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
     "b l 1 e": (".flatten(1, 2)", ".unflatten(1, (-1, width))"),
     "b h l d": (".transpose(1, 2).flatten(2)", ""),
     "b l h d": (".flatten(2)", ""),
+    "b e": ("[:, None]", "[:, 0]"),
+    "1 b e": (".transpose(0, 1)", ".transpose(0, 1)"),
+    "b 1 e": ("", ""),
 }
 # From the shape of a mask to (batch, heads, query, key).
 MASK_SHAPES: Mapping[str, str] = {
@@ -54,6 +57,8 @@ class Signature:
         form: How that is understood; None where it is not known.
         merged: Whether heads that are handed over come back side by side.
         tables: The arguments that hold relative positions.
+        steps: The arguments that are one time step, and how they are laid out.
+        returned: How the output is laid out.
     """
 
     target: str
@@ -63,3 +68,5 @@ class Signature:
     form: MaskForm | None = None
     merged: bool = True
     tables: tuple[str, ...] = ()
+    steps: Mapping[str, str] = field(default_factory=dict)
+    returned: str = "b l e"

@@ -84,7 +84,7 @@ def examine_attention(
         report = _watched(subject, errors)
         if report is not None and (report.verdict != "unchecked" or report.equivalent or report.unread):
             return report
-        pooled = judge_pooling(subject) if report is None and subject.module is not None else None
+        pooled = judge_pooling(subject) if subject.module is not None else None
         if pooled is not None:
             return pooled
         unread += [report] if report is not None else []

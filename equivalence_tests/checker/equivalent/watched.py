@@ -32,19 +32,25 @@ class Layout:
         outward: From the output to the same.
         output: Finds the output in what came back.
         tables: The arguments that hold relative positions.
+        steps: The same as ``inward`` for each argument that is one time step.
     """
 
     inward: Callable[[Tensor], Tensor]
     outward: Callable[[Tensor], Tensor]
     output: Callable[[Any], Tensor]
     tables: tuple[str, ...] = ()
+    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trial: Trial) -> Self:
         """Say how a trial lays out its arguments and its output."""
-        batch_first = partial(from_layout, layout=trial.plan.layout)
-        tables = tuple(name for name, role in trial.plan.roles if role in TABLES)
-        return cls(batch_first, batch_first, lambda made: list(tensors_in((made,)))[trial.plan.output], tables)
+        plan = trial.plan
+        inward, outward, step = (
+            partial(from_layout, layout=layout) for layout in (plan.layout, plan.output_layout, plan.step)
+        )
+        tables = tuple(name for name, role in plan.roles if role in TABLES)
+        steps = dict.fromkeys(plan.steps, step)
+        return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)
 
     def given(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
         """Give the tokens among the arguments of a call by name, each as (batch, tokens, features), and its tables.
@@ -54,7 +60,7 @@ class Layout:
             instead: What stands in the place of some of its tensors, by their ids.
         """
         stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
-        tokens = {name: self.inward(stands.get(id(x), x.detach()).double()) for name, x in data}
+        tokens = {name: self.steps.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
         return tokens | {name: x.detach().double() for name, x in call.tensors if name in self.tables}
 
 

@@ -95,10 +95,12 @@ class AttentionWriter:
         return {name: "list[Tensor]" if inside else "Tensor" for name, inside, _ in places}
 
     def _inward(self) -> Iterator[str]:
-        turn = LAYOUTS[self.signature.layout][0]
         if self.signature.layout in OF_PIXELS:
             yield f"width = {next(iter(self._kinds))}.size({self.signature.layout.split().index('1')})  # of the image"
-        for name, kind in self._kinds.items() if turn else ():
+        for name, kind in self._kinds.items():
+            turn = LAYOUTS[self.signature.steps.get(name, self.signature.layout)][0]
+            if not turn:
+                continue
             turned = f"{name}{turn}" if kind == "Tensor" else f"[x{turn} for x in {name}]"
             yield f"{name} = {turned}  # (batch, tokens, features)"
 
@@ -109,7 +111,7 @@ class AttentionWriter:
 
     def _outward(self, expression: Any) -> str:
         """Lay it out as the user's code returns it."""
-        layout, back = self.signature.layout, LAYOUTS[self.signature.layout][1]
+        layout, back = self.signature.returned, LAYOUTS[self.signature.returned][1]
         if layout in ("b h l d", "b l h d") and not self.signature.merged:
             back = f".unflatten(-1, ({self.program.query.weight.size(0)}, -1))"
             back += ".transpose(1, 2)" if layout == "b h l d" else ""
@@ -214,10 +216,11 @@ class AttentionWriter:
         yield f"averaged = F.scaled_dot_product_attention({called})"
 
     def _kept_tokens(self) -> Iterator[str]:
-        """Give the tokens another name that are asked for again after the heads of a role have theirs."""
+        """Give the tokens another name that are asked for again after something else has theirs."""
         uses = [(one.tokens, role) for role, one in self.program.roles] + [(self.program.output.around, "")]
         for name, own in self.signature.arguments:
-            if own in ROLES and any(Given(name) in all_of(x) for x, role in uses if role != own):
+            again = any(Given(name) in all_of(x) for x, role in uses if role != own)
+            if again and own in (*ROLES, "averaged", "merged", "output"):
                 self.values.given[name] = Text(f"{own}_tokens", self.writer)
                 yield f"{own}_tokens = {own}"
 

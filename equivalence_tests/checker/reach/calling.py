@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.reach.angles import AngleForm, base_of
-from equivalence_tests.checker.reach.arguments import ROLES, Sizes, value_for
+from equivalence_tests.checker.reach.arguments import ROLES, Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.construction import part_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reach.proposing import empty_state
@@ -30,7 +30,9 @@ POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of t
 TABLES = OF_DISTANCES, OF_PAIRS = "=(1, 2 len - 1, features)", "=(len, len, features)"  # relative positions
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
-LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
+STEPS = ("b e", "1 b e", "b 1 e")  # of one time step, as the state of a decoder is laid out
+OF_STEPS = tuple(f"{step}, {others}" for others in ("b l e", "l b e") for step in STEPS)  # of queries, and of others
+LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
 LEFT_OUT = inspect.Parameter.empty  # an argument that is left to its default
@@ -85,13 +87,15 @@ class CallPlan:
             input, mask, neutral (a mask that hides nothing), angles (of rotary positions), positions of the queries
             or of the keys, a constant written "=None", "=False", "=d_k", or a list, "[query, key, value]", where what
             stands twice is cut into pieces).
-        layout: One of ``LAYOUTS``.
+        layout: How tokens are laid out, "b l e" or another.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the roles follow from the names of the parameters.
         neutral: The mask that hides nothing, where one is required.
         angles: The form of the angles, where they are an argument.
         output: Index of the output among the tensors that come back.
         key_heads: How many heads keys and values are handed over with, where heads are; 0 for as many as queries.
+        step: The layout of queries that are one time step, one of ``STEPS``; "" where they are laid out as the others.
+        returned: The layout of what comes back for that step.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -102,6 +106,8 @@ class CallPlan:
     angles: AngleForm | None = None
     output: int = 0
     key_heads: int = 0
+    step: str = ""
+    returned: str = ""
 
     @property
     def given(self) -> set[str]:
@@ -117,6 +123,22 @@ class CallPlan:
     def mask_parameter(self) -> str:
         """Name of the mask argument; "" if there is none."""
         return next((name for name, role in self.roles if role in ("mask", "mask?")), "")
+
+    @property
+    def output_layout(self) -> str:
+        """How the output is laid out."""
+        return self.returned or self.layout
+
+    @property
+    def may_be_of_a_step(self) -> bool:
+        """Whether its queries may be one time step; with two masks there would be too many ways to try."""
+        masks = [name for name, _ in self.roles if role_of_parameter(name) == "mask"]
+        return "query" in self.given and not self.self_attention and not self.positional and len(masks) < 2
+
+    @property
+    def steps(self) -> list[str]:
+        """The arguments that are one time step."""
+        return [name for name, role in self.roles if self.step and role == "query"]
 
     def at(self, place: str) -> tuple[str, str]:
         """Give the name and the role of a tensor by where it lies in a call: "key", "inputs[1]", "0" by position."""
@@ -152,7 +174,7 @@ class Trial:
 
     def inputs(self, query_len: int | None = None, key_len: int | None = None, seed: int = 11) -> Inputs:
         """Draw inputs, equal tensors where the plan has one argument for several roles; of other lengths if given."""
-        queries = query_len or self.sizes.query_len
+        queries = 1 if self.plan.step else query_len or self.sizes.query_len
         keys = key_len or (query_len if self.plan.self_attention and query_len else self.sizes.key_len)
         batch = 1 if self.plan.layout == "l e" else self.sizes.batch
         tensors = 1 if self.plan.self_attention else 2 if "memory" in self.plan.given else 3
@@ -187,7 +209,7 @@ class Trial:
 
     def output_in(self, returned: Any) -> Tensor:
         """Find the output in what came back."""
-        return from_layout(list(tensors_in((returned,)))[self.plan.output], self.plan.layout)
+        return from_layout(list(tensors_in((returned,)))[self.plan.output], self.plan.output_layout)
 
     @property
     def keeps_samples_apart(self) -> bool:
@@ -224,7 +246,8 @@ class Trial:
         x = tensors.get(role, inputs.query if role == "input" else inputs.key).to(self.dtype, copy=True)
         if role in POSITIONS_OF:
             x = _drawn(len(x), (x.size(1),), x.size(2), sum(name.encode()), self.dtype)[0].clone()
-        laid_out = to_layout(x, self.plan.layout, self.sizes.num_heads)  # a copy: the code may write into it
+        layout = self.plan.step if name in self.plan.steps else self.plan.layout
+        laid_out = to_layout(x, layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out
 
@@ -254,6 +277,8 @@ def _drawn(batch: int, lengths: tuple[int, ...], width: int, seed: int, dtype: t
 
 def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     """Turn (b, l, e) into the user's layout."""
+    if layout in STEPS:
+        return {"b e": x[:, 0], "1 b e": x.transpose(0, 1), "b 1 e": x}[layout].contiguous()
     names, given = layout.split(), "b l h d" if "h" in layout else "b l e"
     x = x.unflatten(-1, (num_heads, -1)) if "h" in names else x
     kept = [name for name in names if name != "1"]
@@ -280,9 +305,30 @@ def from_layout(x: Tensor, layout: str) -> Tensor:
         return x
     if layout == "b l e" and x.dim() == 4:
         return x.transpose(1, 2).flatten(2)
+    if layout in STEPS:
+        return x[:, None] if layout == "b e" else x.transpose(0, 1) if layout == "1 b e" else x
     rows = layout.split().index("l")
     x = x.flatten(rows, rows + 1).unsqueeze(rows + 1) if layout in OF_PIXELS else x
     x = x[tuple(0 if name == "1" else slice(None) for name in layout.split())] if "1" in layout else x
     names = layout.replace(" 1", "").split()
     x, names = (x, names) if "b" in names else (x[None], ["b", *names])
     return x.permute([names.index(name) for name in "blhde" if name in names]).flatten(2)
+
+
+def is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
+    """Whether what comes back has the batch and the length of the queries."""
+    batch, length, width = inputs.query.shape
+    layout, heads = trial.plan.output_layout, trial.sizes.num_heads
+    if trial.plan.step and x.size(-1) == inputs.key.size(1):
+        return False  # the weights of the tokens
+    columns, names = columns_of(length) if layout in OF_PIXELS else 1, layout.split()
+    sizes = {"b": batch, "l": length // columns, "h": heads, "1": columns}
+    laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
+    split = layout == "b l e" and x.shape == (batch, heads, length, width // heads)
+    return laid_out or split or ("h" in names and x.shape == inputs.query.shape)
+
+
+def like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
+    """Order what might be the output: weights come last, then what has another width than the input."""
+    sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
+    return sums_to_one, x.size(-1) != inputs.query.size(-1)

@@ -29,15 +29,17 @@ from equivalence_tests.checker.reach.calling import (
     LAYOUTS,
     OF_KEYS,
     OF_ONE,
-    OF_PIXELS,
     OF_QUERIES,
+    OF_STEPS,
+    STEPS,
     TABLES,
     VECTOR,
     CallPlan,
     Inputs,
     Trial,
-    columns_of,
     held_roles,
+    is_output,
+    like_weights,
 )
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import (
@@ -117,19 +119,31 @@ def trials_of(
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
+            if layout in OF_STEPS and (found or not plan.may_be_of_a_step):
+                continue
             if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
                 continue  # without samples there is no vector of each
             if len(errors) > MOST_FAILED:
                 return
             wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
-            trial = Trial(function, replace(plan, layout=layout, key_heads=heads), wide, dtype)
+            step, _, others = layout.rpartition(", ")
+            trial = Trial(function, replace(plan, layout=others, step=step, key_heads=heads), wide, dtype)
             for working in _working(trial, errors):
+                if step and _takes_as_many(trial):
+                    break
                 found = True
                 yield working
                 if _may_take_one_head(working):
                     yield from _working(replace(working, sizes=replace(lengths, num_heads=1)), Errors())
         if found:
             return
+
+
+def _takes_as_many(trial: Trial) -> bool:
+    """Whether as many queries as keys may stand in the place of one time step, so that it is none."""
+    sizes = replace(trial.sizes, key_len=trial.sizes.query_len)
+    ways = (replace(trial, plan=replace(trial.plan, layout=x, step=""), sizes=sizes) for x in LAYOUTS[0][:2])
+    return any(True for way in ways for _ in _working(way, Errors()))
 
 
 def _lengths_to_try(function: Callable[..., Any], sizes: Sizes, errors: Errors) -> Iterator[int]:
@@ -398,7 +412,9 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     """Say which of what comes back is the output; None where it does not run."""
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
-    working = None if tensors is None else _with_output(trial, inputs, tensors)
+    laid = [replace(trial, plan=replace(trial.plan, returned=x)) for x in (STEPS if trial.plan.step else ("",))]
+    read = () if tensors is None else (_with_output(one, inputs, tensors) for one in laid)
+    working = next((one for one in read if one is not None), None)
     if tensors is not None and working is None:
         errors.append(f"{NO_OUTPUT}, but {[tuple(x.shape) for x in tensors]}")
     TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if working else errors[-1])
@@ -407,17 +423,17 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
 
 def _with_output(trial: Trial, inputs: Inputs, tensors: Sequence[Tensor]) -> Trial | None:
     """Find what has the batch and the length of what is handed over, at other sizes, too, if these are taken."""
-    found = [index for index, x in enumerate(tensors) if _is_output(x, trial, inputs)]
+    found = [index for index, x in enumerate(tensors) if is_output(x, trial, inputs)]
     if not found and not (trial.plan.self_attention and trial.plan.layout == "b l e"):
         return None
     other = replace(trial, sizes=replace(trial.sizes, batch=trial.sizes.batch + 1))
     longer = other.inputs(trial.sizes.query_len + 2, trial.sizes.key_len + 2, seed=2)
     again = attempt(lambda: other.tensors(longer))
     if again is not None:
-        found = [index for index in found if index < len(again) and _is_output(again[index], other, longer)]
+        found = [index for index in found if index < len(again) and is_output(again[index], other, longer)]
     if not found:
         return _with_learnt_queries(trial, tensors, again or [])
-    output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
+    output = min(found, key=lambda index: like_weights(tensors[index], inputs))
     return replace(trial, plan=replace(trial.plan, output=output))
 
 
@@ -431,18 +447,3 @@ def _with_learnt_queries(trial: Trial, tensors: Sequence[Tensor], longer: Sequen
             sizes = replace(trial.sizes, query_len=x.size(1))
             return replace(trial, plan=replace(trial.plan, roles=roles, output=index), sizes=sizes)
     return None
-
-
-def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
-    batch, length, names = *inputs.query.shape[:2], trial.plan.layout.split()
-    columns = columns_of(length) if trial.plan.layout in OF_PIXELS else 1
-    sizes = {"b": batch, "l": length // columns, "h": trial.sizes.num_heads, "1": columns}
-    laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
-    split = trial.plan.layout == "b l e" and x.shape == (batch, sizes["h"], length, inputs.query.size(-1) // sizes["h"])
-    return laid_out or split or ("h" in names and x.shape == inputs.query.shape)
-
-
-def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
-    """Order what might be the output: weights come last, then what has another width than the input."""
-    sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
-    return sums_to_one, x.size(-1) != inputs.query.size(-1)

@@ -30,6 +30,7 @@ RIGHT = (
     "speech:ValuesKeysQuery",
     *(f"conditioned:{name}" for name in ("ConditionedBlock", "TimedBlock", "TerseAttention", "SharingAttention")),
     *(f"conditioned:{name}" for name in ("WholeTriangle", "TimedModel", "InlineBlock")),
+    *(f"recurrent:{name}" for name in ("DotProductAttention", "Attention", "GlobalAttention")),
 )
 # What to verify, what to replace by what, and the name of the mistake that this makes.
 BROKEN = (
@@ -50,6 +51,10 @@ BROKEN = (
     ("conditioned:ConditionedBlock", "x + gate1", "gate1", "residual_missing"),
     ("conditioned:TimedBlock", "self.cross(self.n2(x)", "self.cross(self.n1(x)", "norm_shared"),
     ("conditioned:TerseAttention", "dim=-1", "dim=-2", "softmax_over_queries"),
+    ("recurrent:DotProductAttention", "F.softmax(scores, dim=1)", "F.softmax(scores, dim=0)", "softmax_over_batch"),
+    ("recurrent:Attention", "-1e10", "1e-10", "mask_fill_not_negative"),
+    ("recurrent:Attention", "(weights.t()", "(attn_energies.t()", "softmax_missing"),
+    ("recurrent:GlobalAttention", "squeeze(2), dim=1)", "squeeze(2) / input.size(0), dim=1)", "scale_wrong"),
     ("conditioned:TimedModel", "return x + gate2", "return gate2", "residual_missing"),
 )  # fmt: skip
 

@@ -1,0 +1,110 @@
+"""A decoder's state of one time step looks back at all that an encoder gave, as in Luong's attention."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.verify import verify
+
+
+class Looks(nn.Module):
+    """Right: (batch, features) looks at (batch, len, features), and comes back so."""
+
+    axis, hidden_by = -1, -1e9
+
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__()
+        self.of_state = nn.Linear(hidden_dim, hidden_dim, bias=False)
+
+    def forward(self, state: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = memory @ self.of_state(state)[..., None]
+        scores = scores[..., 0] if mask is None else scores[..., 0].masked_fill(mask == 0, self.hidden_by)
+        return self.averaged(scores.softmax(self.axis), memory)
+
+    def averaged(self, weights: Tensor, memory: Tensor) -> Tensor:
+        return (weights[..., None] * memory).sum(1)
+
+
+class LooksFirst(nn.Module):
+    """Right: (1, batch, features), as nn.GRU gives its state, looks at (len, batch, features)."""
+
+    def __init__(self, hidden_dim: int, method: str) -> None:
+        super().__init__()
+        self.method = method
+        if method == "general":
+            self.of_memory = nn.Linear(hidden_dim, hidden_dim)
+
+    def forward(self, hidden: Tensor, encoder_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        energy = self.of_memory(encoder_outputs) if self.method == "general" else encoder_outputs
+        weights = (hidden * energy).sum(2).softmax(0)
+        if self.method not in ("dot", "general"):
+            raise ValueError(self.method)
+        return self.given(torch.einsum("lb,lbd->bd", weights, encoder_outputs), hidden), weights
+
+    def given(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return context[:, None]
+
+
+class JoinsWhatAsks(LooksFirst):
+    """Right: what attends and what asks go through one matrix and tanh."""
+
+    def __init__(self, hidden_dim: int, method: str) -> None:
+        super().__init__(hidden_dim, method)
+        self.both = nn.Linear(2 * hidden_dim, hidden_dim)
+
+    def given(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return self.both(torch.cat([context, hidden[0]], -1)).tanh()
+
+
+class OverSamples(Looks):
+    axis = 0
+
+
+class HidesNothing(Looks):
+    hidden_by = 1e-9
+
+
+class SaysItScales(Looks):
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__(hidden_dim)
+        self.scale = hidden_dim**-0.5
+
+
+class BendsTheContextAlone(JoinsWhatAsks):
+    def given(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return context.tanh()
+
+
+@pytest.mark.parametrize("right", [Looks, LooksFirst, JoinsWhatAsks])
+def test_a_state_looks_back_without_a_scale(right: type[nn.Module]) -> None:
+    report = verify(right)
+    assert (report.verdict, report.intended[0].name) == ("equal", "scale_missing"), str(report)
+    assert "Luong" in report.intended[0].reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (OverSamples, "softmax_over_batch"),
+        (HidesNothing, "mask_fill_not_negative"),  # proven beside a scale that is intended
+        (SaysItScales, "scale_missing"),
+    ],
+)
+def test_what_is_wrong_with_it_is_found_and_proven(wrong: type[nn.Module], name: str) -> None:
+    report = verify(wrong)
+    assert report.mistakes == (name,), str(report)
+    assert all(finding.is_proven for finding in report.findings)
+
+
+def test_tanh_of_the_context_alone_is_nobodys() -> None:
+    report = verify(BendsTheContextAlone)
+    assert report.verdict in ("unchecked", "deviates"), str(report)
+
+
+def test_what_comes_back_is_said_and_written_down_as_one_step() -> None:
+    report = verify(JoinsWhatAsks)
+    said = "(len, batch, features); the query (1, batch, features), the output (batch, features)"
+    assert report.conventions[1][:2] == ("layout", said), report.conventions
+    assert report.equivalent is not None
+    assert "hidden = hidden.transpose(0, 1)" in report.equivalent.source
+    assert "1 query and 6 keys" in str(report)
