@@ -46,7 +46,6 @@ from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import (
-    asked_of_parents,
     callers_scales,
     compared_by,
     keys_for,
@@ -262,7 +261,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
         For each guess at the required ones, all arguments: with sizes for optional ones, then without, then with sizes
         for those that default to None, too.
     """
-    parameters = [*parameters_of(target), *asked_of_parents(target)]
+    parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
     extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes, target)}
     by_name = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}

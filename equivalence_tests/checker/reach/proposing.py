@@ -19,6 +19,7 @@ from torch import nn
 
 from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.variadic import with_the_rest
 from equivalence_tests.checker.reporting.lines import source_of
 
 T = TypeVar("T")
@@ -44,8 +45,7 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     signature = _signature(target, eval_str=True) or _signature(target, eval_str=False)
     if signature is None:  # what is written in C may not say
         return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p for p in signature.parameters.values() if p.kind not in variadic]
+    return with_the_rest(target, signature, lambda function: _nodes(source_of(function)), parameters_of)
 
 
 def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
@@ -76,21 +76,6 @@ def handed_on_as(function: Any, role: str) -> set[str]:
     calls = (node for node in nodes_of(type(function)) if isinstance(node, ast.Call))
     given = ((one.arg or "", one.value) for call in calls for one in call.keywords)
     return {value.id for name, value in given if isinstance(value, ast.Name) and role_of_parameter(name) == role}
-
-
-def asked_of_parents(target: Any) -> list[inspect.Parameter]:
-    """List what the class above requires of a constructor that hands its ``**kwargs`` on to it."""
-    above = next((one for one in getattr(target, "__mro__", ())[1:] if "__init__" in vars(one)), nn.Module)
-    signature = _signature(target, eval_str=False)
-    if above.__module__.startswith(("torch.", "builtins")) or signature is None:
-        return []
-    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        return []
-    calls = [node for node in nodes_of(target) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if getattr(call.func, "attr", "") == "__init__"]
-    said = {keyword.arg for call in calls for keyword in call.keywords} | {*signature.parameters}
-    first = max((sum(not isinstance(x, ast.Starred) for x in call.args) for call in calls), default=0)
-    return [p for p in parameters_of(above)[first:] if p.default is p.empty and p.name not in said]
 
 
 @functools.lru_cache(maxsize=256)

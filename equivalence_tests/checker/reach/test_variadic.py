@@ -1,0 +1,103 @@
+"""Arguments that no signature names are known by what the code takes out of them, or by whom it hands them to."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.verify import verify
+
+
+class Named(nn.Module):
+    """Right."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(query), self.k(key), self.v(value)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
+        return self.out((self.weights(scores) @ v).transpose(1, 2).flatten(2))
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+class ByKeys(Named):
+    """Right: the constructor takes its sizes out of a dictionary."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(kwargs["d_model"], kwargs.get("num_heads", 2))
+
+
+class HandsOn(nn.Module):
+    """Right: all goes on to another class, and another forward."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = Named(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*args, **kwargs)
+
+
+class Unpacks(Named):
+    """Right."""
+
+    def forward(self, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        query, key, value = tensors
+        return super().forward(query, key, value)
+
+
+class Counts(Named):
+    """Right."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs[0], inputs[1], inputs[2])
+
+
+class OfTorch(nn.MultiheadAttention):
+    """Right: torch's own, of one tensor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def forward(self, *x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x[0], x[0], x[0], need_weights=False)[0]
+
+
+class OverQueries(Unpacks):
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-2)
+
+
+@pytest.mark.parametrize("right", [ByKeys, HandsOn, Unpacks, Counts, OfTorch])
+def test_what_is_not_named_is_given(right: type[nn.Module]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+
+
+def test_a_mask_that_is_handed_on_is_tried() -> None:
+    assert any(row[0] == "mask (mask)" for row in verify(HandsOn).conventions)
+
+
+def test_what_is_wrong_behind_it_is_found() -> None:
+    report = verify(OverQueries)
+    assert report.mistakes == ("softmax_over_queries",), str(report)
+
+
+def test_what_is_given_there_is_not_asked_for_again() -> None:
+    class Above(nn.Module):
+        def __init__(self, dim: int, heads: int, bias: bool = True) -> None:
+            super().__init__()
+
+    class Below(Above):
+        def __init__(self, width: int, **kwargs: Any) -> None:
+            super().__init__(width, bias=False, **kwargs)
+
+    assert [p.name for p in parameters_of(Below)] == ["width", "heads"]
