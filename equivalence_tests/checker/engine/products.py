@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import Contraction
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import Operation, letters_of
 
 
 def contraction_of(operation: Operation) -> Contraction | None:
@@ -57,7 +57,7 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
     >>> found.shape, found.left.shape, found.right.shape
     ((3, 2), torch.Size([1, 2, 5]), torch.Size([1, 3, 5]))
     """
-    read = _letters(equation, first.dim(), second.dim())
+    read = letters_of(equation, first.dim(), second.dim())
     if read is None or any(len(set(letters)) < len(letters) for letters in read):
         return None
     one, two, given = read
@@ -99,22 +99,3 @@ def _joined(equation: str, one: str, two: str, given: str, sizes: dict[str, int]
     inside, arrow, out = equation.partition("->")
     first, _, second = inside.partition(",")
     return two.replace(other[0], mine[0]), f"{first},{second.replace(other[0], mine[0])}{arrow}{out}"
-
-
-def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
-    """Give the letters of both operands and of the result, with letters for what the dots stand for."""
-    inside, arrow, given = equation.replace(" ", "").partition("->")
-    one, comma, two = inside.partition(",")
-    if not comma or "," in two:
-        return None
-    dots = max(first - len(one.replace("...", "")), second - len(two.replace("...", "")), 0)
-    stand = [chr(0x100 + i) for i in range(dots)]
-
-    def filled(text: str, count: int) -> str:
-        return text.replace("...", "".join(stand[dots - (count - len(text.replace("...", ""))) :]) if count else "")
-
-    one, two = filled(one, first), filled(two, second)
-    if not arrow:
-        given = "..." + "".join(sorted(x for x in set(one + two) - set(stand) if (one + two).count(x) == 1))
-    given = given.replace("...", "".join(x for x in stand if x in one + two))
-    return one, two, given

@@ -195,6 +195,8 @@ class Recorder(TorchFunctionMode):
             return self._opened(func, args, kwargs)
         if name == "sum" and (product := _product_summed(self, *args, *kwargs.values())) is not None:
             return product
+        if name == "einsum" and (product := _scaled(self, *args)) is not None:
+            return product
         if name in OPENED and "out" not in kwargs:
             return OPENED[name](self, *args, **{MATRICES.get(key, key): value for key, value in kwargs.items()})
         return self.record(func, name, args, kwargs)
@@ -358,6 +360,45 @@ def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | No
     sides = [recorder.record(torch.reshape, "reshape", (slot.tensor, shape), {}) for slot, shape in pairs]
     equation = f"{','.join(own)}->{letters.replace(letters[axis], '')}"
     return recorder.record(torch.einsum, "einsum", (equation, *sides), {})
+
+
+def _scaled(recorder: Recorder, equation: Any, *operands: Any) -> Tensor | None:
+    """Run an einsum that sums nothing, of a tensor and its factors, as the multiplication that it is; else None."""
+    tensors = [*operands[0]] if len(operands) == 1 and isinstance(operands[0], tuple | list) else [*operands]
+    if not isinstance(equation, str) or len(tensors) != 2:
+        return None
+    read = letters_of(equation, tensors[0].dim(), tensors[1].dim())
+    if read is None or any(len({*own}) < len(own) for own in read) or {*read[2]} not in ({*read[0]}, {*read[1]}):
+        return None
+    *sides, given = read
+    if not {*sides[0], *sides[1]} <= {*given}:
+        return None
+    laid = []
+    for x, own in zip(tensors, sides, strict=True):
+        order = [own.index(letter) for letter in given if letter in own]
+        x = x if order == sorted(order) else recorder.record(torch.permute, "permute", (x, order), {})
+        index = tuple(slice(None) if letter in own else None for letter in given)
+        laid.append(recorder.record(Tensor.__getitem__, "__getitem__", (x, index), {}) if None in index else x)
+    return recorder.record(torch.mul, "mul", tuple(laid), {})
+
+
+def letters_of(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
+    """Give the letters of both operands and of the result, with letters for what the dots stand for."""
+    inside, arrow, given = equation.replace(" ", "").partition("->")
+    one, comma, two = inside.partition(",")
+    if not comma or "," in two:
+        return None
+    dots = max(first - len(one.replace("...", "")), second - len(two.replace("...", "")), 0)
+    stand = [chr(0x100 + i) for i in range(dots)]
+
+    def filled(text: str, count: int) -> str:
+        return text.replace("...", "".join(stand[dots - (count - len(text.replace("...", ""))) :]) if count else "")
+
+    one, two = filled(one, first), filled(two, second)
+    if not arrow:
+        given = "..." + "".join(sorted(x for x in set(one + two) - set(stand) if (one + two).count(x) == 1))
+    given = given.replace("...", "".join(x for x in stand if x in one + two))
+    return one, two, given
 
 
 def _not_repeated(x: Tensor, shape: torch.Size, letters: str) -> str:

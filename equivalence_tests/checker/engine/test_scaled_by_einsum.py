@@ -1,0 +1,65 @@
+"""An einsum that sums nothing is a multiplication."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.verify import verify
+
+
+class Turns(nn.Module):
+    """Right: each pair of neighbours is multiplied by the cosine and the sine of its angle."""
+
+    equation, sign = "b n h c p, n c -> b n h c p", 1.0
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        q, k = self.turned(q, 1.0), self.turned(k, self.sign)
+        weights = (torch.einsum("bihd,bjhd->bhij", q, k) / q.size(-1) ** 0.5).softmax(-1)
+        return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
+
+    def turned(self, x: Tensor, sign: float) -> Tensor:
+        pairs = x.unflatten(-1, (-1, 2))
+        beside = torch.stack([-pairs[..., 1], pairs[..., 0]], -1)
+        angles = sign * torch.arange(x.size(1))[:, None] * 10000 ** -torch.linspace(0, 1, pairs.size(-2) + 1)[:-1]
+        turned = torch.einsum(self.equation, pairs, angles.cos()) + torch.einsum(self.equation, beside, angles.sin())
+        return turned.flatten(-2)
+
+
+class TurnsWhateverComesBetween(Turns):
+    """Right."""
+
+    equation = "bn...cp,nc->bn...cp"
+
+
+class TurnsKeysBack(Turns):
+    sign = -1.0
+
+
+class FactorsCancel(Turns):
+    """Right: what the queries are multiplied by, the keys are divided by."""
+
+    sign = -1.0
+
+    def turned(self, x: Tensor, sign: float) -> Tensor:
+        return torch.einsum("d,bnhd->bnhd", torch.linspace(0.5, 2, x.size(-1)) ** sign, x)
+
+
+@pytest.mark.parametrize("right", [Turns, TurnsWhateverComesBetween])
+def test_rotations_by_einsum_are_rotations(right: type[nn.Module]) -> None:
+    report = verify(right)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["rotary_positions"]), str(report)
+
+
+def test_keys_that_are_turned_back_are_found() -> None:
+    report = verify(TurnsKeysBack)
+    assert report.mistakes == ("rotations_differ",), str(report)
+
+
+def test_factors_that_cancel_are_nobodys_mistake() -> None:
+    assert verify(FactorsCancel).verdict != "deviates"
