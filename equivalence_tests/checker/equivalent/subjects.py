@@ -1,5 +1,6 @@
 """Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -49,13 +50,14 @@ from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.proposing import callers_scales
-from equivalence_tests.checker.reach.state import attempt, default_dtype, prepare
+from equivalence_tests.checker.reach.proposing import callers_scales, other_options
+from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -94,8 +96,29 @@ def examine_attention(
         if len(unread) == MOST_SIZES:
             break
     if not unread:
-        raise CannotCheckError(_cannot_call(errors))
+        other = _with_another_option(found, name, adapter or Adapter(), progress)
+        if other is None:
+            raise CannotCheckError(_cannot_call(errors))
+        return other
     return unread[0]
+
+
+def _with_another_option(found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report | None:
+    """Check a class with an option that sets the variable that nothing sets by default; None where none does."""
+    options = other_options(found) if CRASHES.unset and inspect.isclass(found) else ()
+    for option, value in options:
+        crash = CRASHES.unset.get(option)
+        given = partial(found, **{option: value})
+        if crash is None or not isinstance(value, bool):
+            continue
+        report = ask(partial(examine_attention, given, name, adapter, progress)).value
+        if report is not None:
+            facts = {"said": crash.said, "change": f"Set it where {option} is {not value}, too."}
+            evidence = f"With {option}={not value}, its default, every call ends here; with {option}={value} calls run."
+            report.findings.append(found_mistake("line_raises", facts, stack=crash.stack, evidence=evidence))
+            report.verdict, report.reason = "deviates", ""
+            return report
+    return None
 
 
 def _watched(subject: Subject, errors: Errors) -> Report | None:
