@@ -87,9 +87,21 @@ class Walk:
         """The calls of its sub-modules, in the order in which they begin."""
         return [] if self.ran is None else [call for call in self.ran.recorder.calls if call.path]
 
+    def called_from_outside(self, path: str) -> str:
+        """Say what of a part is called while the part itself does not run; "" for nothing."""
+        spans = [(call.first, call.end) for call in self.calls if call.path == path]
+        inside = (call for call in self.calls if is_inside(call.path, path))
+        outside = (one.path for one in inside if not any(first <= one.first < end for first, end in spans))
+        return next((f"{one} is called where {path} itself does not run" for one in outside), "")
+
     def skip(self, name: str, reason: str) -> None:
         """Say what could not be looked at."""
         self.report.checks.append(CheckResult(name, "skipped", reason))
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a module lies inside another one."""
+    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 def mark_of(child: nn.Module) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call, with_memory
-from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded
+from equivalence_tests.checker.layers.walk import Walk, is_inside, mark_of, one_of_each, recorded
 from equivalence_tests.checker.layers.wholes import (
     Whole,
     hold_whole,
@@ -195,7 +195,7 @@ def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
     """Give the whole, with what is known of its parts."""
     module, report = walk.module, walk.report
     kinds = {path: walk.kind_in_whole(path, kind) for path, kind in atoms_of(module).items() if kind}
-    kinds = {path: kind for path, kind in kinds.items() if not any(_is_inside(path, one) for one in walk.inlined)}
+    kinds = {path: kind for path, kind in kinds.items() if not any(is_inside(path, one) for one in walk.inlined)}
     kinds |= dict.fromkeys(walk.inlined, "layer")  # each is held as a whole
     kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
@@ -285,7 +285,7 @@ def _add_inline(walk: Walk) -> None:
     seen: set[type[nn.Module]] = set()
     for path in walk.watched:
         child = walk.module.get_submodule(path)
-        held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
+        held = any(path == one or is_inside(path, one) or is_inside(one, path) for one in attentions)
         if not path and is_attention_alone(child):  # it is one, whatever it is called, and was held as one
             walk.inlined |= {path}
             report = _held(walk, path)
@@ -347,6 +347,8 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
+    outside = walk.called_from_outside(path)
+    own |= {"norm_never_used": outside} if outside else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
     try:
@@ -361,6 +363,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         part = _held(walk, path) if path in walk.watched and not part.suspected else part
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
+    part.intended = [one for one in part.intended if not outside or one.reason != outside]  # nothing is amiss
     walk.contained[mark_of(child)] = _adds_residual(part)
     if part.verdict == "unchecked":
         walk.unread.add(mark_of(child))
@@ -419,12 +422,8 @@ def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     found = found or list(
         _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
     )
-    outer = {path for path, _ in found for other, _ in found if _is_inside(other, path)}
+    outer = {path for path, _ in found for other, _ in found if is_inside(other, path)}
     return one_of_each(item for item in found if item[0] not in outer)
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 def _has_feed_forward(kinds: list[str]) -> bool:
