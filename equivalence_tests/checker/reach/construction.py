@@ -4,7 +4,6 @@ Sizes are chosen so that no two axes are equal. A config object is imitated by o
 size for.
 """
 
-import ast
 import contextlib
 import enum
 import functools
@@ -27,14 +26,8 @@ from torch.overrides import TorchFunctionMode
 from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
     COUNTS_KEY_HEADS,
-    DROPOUT,
-    FEEDS_FORWARD,
-    GRID,
-    IMAGE_SIDE,
-    MAX_LEN,
     OF_A_NUMBER,
     PARTS,
-    PATCH_SIDE,
     ROTATES,
     SIZES,
     Sizes,
@@ -44,9 +37,9 @@ from equivalence_tests.checker.reach.arguments import (
 from equivalence_tests.checker.reach.configs import ImitatedConfig, call_text, configs_for, is_config, names_read
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.guessing import guesses, override, value_of
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import (
-    callers_scales,
     compared_by,
     keys_for,
     parameters_of,
@@ -61,13 +54,8 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 ALTERNATIVES, MOST_BUILDS = 3, 12
-SIDES = (0, PATCH_SIDE, 3, IMAGE_SIDE)  # where a name means the side of a square, or how far one is shifted
-FEW = 9  # no width of a model is as small
 LAYER = re.compile(r"(Encoder|Decoder|Transformer)\w*(Layer|Block)$")
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
-ASKED_FOR = re.compile(r"norm|scale|proj|bias|residual")  # what torch has; other switches stay off
-COUNT = re.compile(r"(^|_)num_")
-SQUARED = r"\b{0}\s*(-\s*1\s*\)\s*)?(\*\*\s*2|\*\s*\(?[\w.* ]*{0})\b"  # a name, in the text of a file
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
@@ -263,7 +251,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     """
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
-    extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes, target)}
+    extras = {p.name: value for p in parameters if p not in required for value in override(p, sizes, target)}
     by_name = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
     unset = {name: value for name, value in by_name.items() if type(value) is int}
     for values in itertools.islice(ranked([_candidates(p, sizes, target) for p in required]), MOST_GUESSES):
@@ -283,43 +271,10 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
             return
 
 
-def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
-    """Say what an argument probably wants, by its name, or by what the constructor does with it."""
-    known, value = value_for(name, sizes)
-    use, _, whole = used_as(target).get(name, "").partition(" ")
-    keys = ast.literal_eval(whole) if use == "accepts" else keys_for(target, name)
-    if keys:
-        return True, value if value in keys else keys[0]
-    letter = len(name) == 1
-    use = use if letter or not known or value == sizes.embed_dim else ""
-    of_heads = value_for(whole, sizes)[1] == sizes.num_heads
-    divisor = sizes.key_heads if of_heads else sizes.num_heads if letter else sizes.head_dim
-    divisor = PATCH_SIDE if value_for(whole, sizes)[1] == IMAGE_SIDE else divisor
-    used = {"drops": DROPOUT, "divides": divisor, "repeats": sizes.num_layers, "counts": 0}
-    used["decides"] = bool(ASKED_FOR.search(name))
-    return (True, used[use]) if use in used else (known, value)
-
-
-def _override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) -> list[Any]:
-    """Give sizes to optional arguments too, where the name says so; flags and other switches keep their default."""
-    default = parameter.default
-    if parameter.name == "device" and default is not None:
-        return ["cpu"]  # some default to a GPU
-    known, value = _value(target, parameter.name, sizes)
-    if re.search(COUNTS_KEY_HEADS, parameter.name.lower()) and (default is None or type(default) is int):
-        return [value]
-    wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
-    if parameter.name == "k" and wanted_number and default < FEW:
-        return []  # of the largest, or of neighbours: no width
-    if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
-        return [] if re.search(r"eps|base|theta|pad|window|shift", parameter.name.lower()) else [value]
-    return []
-
-
 def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
-    _, value = _value(target, parameter.name, sizes)
+    _, value = value_of(target, parameter.name, sizes)
     if keys_for(target, parameter.name):
         return [value]
     runs = used_as(target).get(parameter.name) == "runs"
@@ -335,44 +290,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
     if of_theirs or asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
-    return [*(one for one in made if one is not None), *_guesses(parameter, sizes, target)]
-
-
-def _guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
-    """List the numbers, names and layers that a required argument may want."""
-    name, asked = parameter.name.lower(), parameter.annotation
-    known, value = _value(target, parameter.name, sizes)
-    runs = used_as(target).get(parameter.name) == "runs"
-    if parameter.name in (scales := callers_scales(target)):
-        return [sizes.head_dim ** scales[parameter.name]]
-    if typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int):  # of an image, or of a part of it
-        return [(2, 4) if "window" in name else (value, value) if value in SIDES else GRID]
-    compared = compared_by(target).get(parameter.name, [])
-    if words := [*dict.fromkeys(x for x in compared if isinstance(x, str))]:
-        return words
-    if ambiguous := first_match(name, AMBIGUOUS, None):
-        squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
-        return [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
-    if isinstance(value, str) and (runs or re.search("Callable|Module", str(asked))):  # an activation, or its name
-        return [nn.ReLU(), value]
-    if runs and re.search(FEEDS_FORWARD, name):  # that of torch's layers, where no class beside is one
-        width, hidden = sizes.embed_dim, sizes.ff_dim
-        return [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
-    if known:
-        return [value] if value != sizes.embed_dim else [value, (value,)]
-    guesses: list[Any] = [None] * compared.count(None)
-    guesses += [sizes.num_layers] * bool(COUNT.search(name))
-    return [
-        *guesses,
-        sizes.embed_dim,
-        sizes.key_heads,
-        sizes.num_heads,
-        sizes.head_dim,
-        DROPOUT,
-        False,
-        None,
-        ImitatedConfig(sizes),
-    ]
+    return [*(one for one in made if one is not None), *guesses(parameter, sizes, target)]
 
 
 def _inner(name: str, sizes: Sizes) -> list[Sizes]:
@@ -411,7 +329,7 @@ def _resized(config: Any, sizes: Sizes) -> Any:
 
 
 def _sized(name: str, value: Any, sizes: Sizes) -> Any:
-    known = name.isidentifier() and _override(
+    known = name.isidentifier() and override(
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value), sizes
     )
     return known[0] if known else value
