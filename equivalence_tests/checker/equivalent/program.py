@@ -267,11 +267,12 @@ class Program:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
         places = [(role, one.weight) for role, one in self.roles]
         places += [("output", self.output.weight)] if self.output.bias is not None else []
-        for role, weight in places:
-            for name in [made[role]] if role in made else parameters.names_at(weight.reshape(-1)):
-                said = [other for other, pattern in OWN.items() if pattern.search(name)]
-                if len(said) == 1 and said != [role]:
-                    yield Step(f"{name} projects the {role}", "", "project")
+        names = {role: [made[role]] if role in made else parameters.names_at(x.reshape(-1)) for role, x in places}
+        packed = set.intersection(*(set(names[role]) for role, _ in self.roles))  # all three, whatever it is called
+        for role, name in ((role, name) for role in names for name in names[role] if name not in packed):
+            said = [other for other, pattern in OWN.items() if pattern.search(name)]
+            if len(said) == 1 and said != [role]:
+                yield Step(f"{name} projects the {role}", "", "project")
 
     @staticmethod
     def _made_by(tokens: Expression, module: nn.Module | None) -> str:
