@@ -1633,7 +1633,19 @@ class MABOfFullWidth(MAB):
     power = 1
 
 
+class PMA(nn.Module):
+    """Asks with tokens that are learnt."""
+
+    def __init__(self, dim: int, num_heads: int, num_seeds: int) -> None:
+        super().__init__()
+        self.seeds, self.mab = nn.Parameter(torch.randn(1, num_seeds, dim)), MAB(dim, dim, dim, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mab(self.seeds.repeat(x.size(0), 1, 1), x)
+
+
 def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper() -> None:
+    assert verify(PMA).verdict == "equal"
     report = verify(MAB)
     assert (report.verdict, len(report.intended)) == ("equal", 2), str(report)
     assert verify(MABOfFullWidth).mistakes == ("scale_wrong",)

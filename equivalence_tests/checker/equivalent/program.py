@@ -227,6 +227,7 @@ class Program:
         called = [x for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
         normed = [x.path for x in called if module is not None and is_norm(module.get_submodule(x.path))]
         projected = {f"{x.path} is called" for x in called if x.inner == (self.query.tokens,)}
+        projected |= {f"{x.name} takes part" for x in all_of(self.query.tokens) if isinstance(x, Learnt)}
         single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
         gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
         gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
