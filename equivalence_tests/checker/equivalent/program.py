@@ -270,7 +270,7 @@ class Program:
         places += [("output", self.output.weight)] if self.output.bias is not None else []
         names = {role: [made[role]] if role in made else parameters.names_at(x.reshape(-1)) for role, x in places}
         packed = set.intersection(*(set(names[role]) for role, _ in self.roles))  # all three, whatever it is called
-        for role, name in ((role, name) for role in names for name in names[role] if name not in packed):
+        for role, name in ((one, name) for one, own in names.items() for name in own if name not in packed):
             said = [other for other, pattern in OWN.items() if pattern.search(name)]
             if len(said) == 1 and said != [role]:
                 yield Step(f"{name} projects the {role}", "", "project")
