@@ -37,10 +37,10 @@ NEIGHBOURS = 25
 LISTED = 5
 
 
-def is_all_padding(case: Case) -> bool:
-    """Whether a whole batch is padding, where torch.nn cannot come back from nested tensors.
+def stops_the_fast_path(case: Case) -> bool:
+    """Whether a whole batch is padding to torch's fast path, which cannot come back from nested tensors then.
 
-    To its fast path, every number but 0 is: the trap float_bias_becomes_mask.
+    It takes every number but 0 for padding: the trap float_bias_becomes_mask.
     """
     padding = case.arguments.get("src_key_padding_mask")
     return isinstance(padding, Mask) and (padding.form == "bias" or all(padding.hidden))

@@ -4,8 +4,7 @@ import copy
 import importlib
 import inspect
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from equivalence_tests.checker.engine.graph import Graph
-from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
+from equivalence_tests.checker.engine.same import MEASURED, near
+from equivalence_tests.checker.engine.stepping import Against
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
-from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.engine.watching import Recorder
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import MASK_ROLES, MAX_LEN, first_match, value_for
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -29,7 +28,7 @@ from equivalence_tests.checker.reach.proposing import empty_state, parameters_of
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_of, raised_at
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
 ROUNDS = 6  # of putting operations right
@@ -87,7 +86,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     if not _attends_to_itself(trial) or trial.plan.positional:
         return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
-    for causal in [*_causal_ways(trial)] or [_sees_all]:
+    for causal in [*_causal_ways(trial)] or [_sees_all] * trial.plan.self_attention:
         for protocol in _protocols(trial, names):
             answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
             if answer.value is not None:
@@ -96,7 +95,8 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
                 return [*ran, *refused, *_limits_not_reached(trial)], findings
             error = answer.error  # another way to use this cache may work
             reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error) if error else "")
-    return [Exercise(name, False, reasons[0]) for name in names], []
+    why = next(iter(reasons), "no full pass hides the future, so that steps cannot be compared with it")
+    return [Exercise(name, False, why) for name in names], []
 
 
 def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
@@ -218,7 +218,15 @@ class _Decoder:
         return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
     def last_of_each(self, length: int) -> Tensor:
-        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it."""
+        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it.
+
+        Raises:
+            CannotCheckError: If there is a second attention, which in a pass reads what the first made of all tokens.
+        """
+        with Recorder() as run:
+            self.whole(length)
+        if sum(one.name == "softmax" for one in run.operations) > 1:
+            raise CannotCheckError("a second attention reads something else in a pass than step by step")
         return torch.cat([self.whole(1 + token)[:, -1:] for token in range(length)], 1)
 
     def each_alone(self, length: int) -> Tensor:
@@ -253,8 +261,9 @@ class _Decoder:
             if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
                 raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
-            if size <= earlier and "memory" in trial.plan.given:  # it may be kept as a whole
-                raise CannotCheckError("what is kept of a second tensor does not grow from step to step")
+            apart = self.hiding is _sees_all and protocol.fed_back is not None
+            if size <= earlier and ("memory" in trial.plan.given or apart):  # it may be kept as a whole
+                raise CannotCheckError("what is kept does not grow from step to step")
             yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
             start = stop
 
@@ -289,7 +298,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
 
 
 def _differing(have: Tensor, whole: Tensor, alone: Tensor | None) -> Tensor:
-    """Say of each token whether the steps give something else than one pass.
+    """Say of each token whether the steps differ from one pass.
 
     Raises:
         CannotCheckError: If the shapes differ, or each step gives what it would ``alone``.
@@ -306,7 +315,7 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
     lengths = (max(lengths[0], 3), lengths[-1])
     with Recorder() as whole:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
-    against, right = _Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
+    against, right = Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
     def step(right: Mapping[int, Tensor]) -> _Step:
         return [*decoder.steps(lengths, right)][-1]
@@ -325,79 +334,6 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
         return {}
     first = last.run.operations[min(right)]
     return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
-
-
-@dataclass(frozen=True)
-class _Against:
-    """A run over all tokens, with which a step over only the last of them is compared, line by line.
-
-    Args:
-        whole: The run over all.
-        new: How many tokens the step is over.
-        total: How many the whole run is over.
-    """
-
-    whole: Recorder
-    new: int
-    total: int
-
-    def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """List the operations of a step that depart where nothing that they take does, and what each should give.
-
-        Args:
-            run: The step.
-            known: The indices of operations that are listed already.
-        """
-        graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
-        lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
-        for operation in self.whole.operations:
-            lines[operation.name, operation.frames] += [slot.value for slot in operation.outputs[:1]]
-        for operation in run.operations:
-            made = (graph.maker(slot, operation.index) for slot in operation.inputs)
-            before = {maker.index for maker in made if maker is not None}
-            wanted = self._wanted(operation, lines, passed, before)
-            have = operation.outputs[0].value if wanted else None
-            if before & departs or (have is not None and not any(near(_real(have), _real(x), TABLE) for x in wanted)):
-                departs.add(operation.index)
-                if not before & departs and operation.index not in known:
-                    yield operation.index, wanted[0]
-
-    def _wanted(
-        self,
-        operation: Operation,
-        lines: Mapping[tuple[str, Frames], list[Tensor]],
-        passed: dict[int, Tensor],
-        before: Collection[int],
-    ) -> list[Tensor]:
-        """List what an operation may have to give: what the same line gave in one pass, or else what it takes."""
-        if not operation.frames or len(operation.outputs) != 1:
-            return []
-        shape, own = operation.outputs[0].value.shape, lines[operation.name, operation.frames]
-        if own:
-            passed[operation.index] = own.pop(0)
-            return [*self._rows(passed[operation.index], shape)]
-        # In one pass there is no such line, as where new tokens are joined with those of a cache.
-        return [passed[index] for index in before if index in passed and passed[index].shape == shape]
-
-    def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
-        if whole.dim() != len(shape):
-            return
-        found = [whole]
-        for axis, (have, size) in enumerate(zip(shape, whole.shape, strict=True)):
-            if have != size and have * self.total != size * self.new:
-                return
-            if have != size:
-                found = [rows for x in found for rows in self._last(x, axis)]
-        yield from found
-
-    def _last(self, x: Tensor, axis: int) -> Iterator[Tensor]:
-        for sizes, tokens in (((-1, self.total), axis + 1), ((self.total, -1), axis)):
-            yield x.unflatten(axis, sizes).narrow(tokens, self.total - self.new, self.new).flatten(axis, axis + 1)
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _are_new_alone(kept: Any, returned: Any, start: int, length: int) -> bool:

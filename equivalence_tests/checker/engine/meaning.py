@@ -37,7 +37,7 @@ SWITCH_OF_SCALE = re.compile(rf"^({SCALES.pattern})$")
 SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
-SET_TRANSFORMER = re.compile("(MAB|SAB|PMA)$")  # its attention blocks, by the names of their classes
+SET_TRANSFORMER = re.compile("^(MAB|I?SAB|PMA)$")  # its attention blocks, by the names of their classes
 OF_LUONG = "what attends is joined to what asks and goes through tanh, as in Luong's attention, which has no scale"
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
@@ -257,7 +257,9 @@ class Evidence(Conventions):
         if operation.name != "tanh":
             return ""
         graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
-        before = graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)
+        before = [*graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)]
+        if any(one.name == "tanh" for one in before):
+            return ""
         joined = (self._names.before[one.index] for one in before if one.name in JOINS)
         sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
         return OF_LUONG if any(any(side) and not all(side) for side in sides) else ""
@@ -321,7 +323,13 @@ class Evidence(Conventions):
         if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
             return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
         behind = self._names.operations[self.judgement.attention.last.index :]
-        if departure.name == "scale_missing" and any(map(self._of_luong, behind)) and not self._stated_scale():
+        whole = len(self.judgement.attention.parts[0].table.heads) == 1
+        if (
+            departure.name == "scale_missing"
+            and whole
+            and any(map(self._of_luong, behind))
+            and not self._stated_scale()
+        ):
             return OF_LUONG
         off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
         return f"{off} is False" if off else self._configured(departure.facts["factor"])

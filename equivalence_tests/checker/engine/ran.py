@@ -78,10 +78,11 @@ def drawing_line(call: Callable[[], Tensor]) -> Frames | None:
         first, *others = (ask(partial(output, seed)).value for seed in range(SEEDS))
     if first is None or all(x is None or torch.allclose(x, first) for x in others):
         return None
-    return next((one.frames for one in operations_of(call) if one.name in DRAWS or _drops(one)), ())
+    return next((one.frames for one in operations_of(call) if one.name in DRAWS or drops(one)), ())
 
 
-def _drops(operation: Operation) -> bool:
+def drops(operation: Operation) -> bool:
+    """Whether an operation is a dropout that changes what it is given."""
     given, made = (slots[0].value if slots else None for slots in (operation.inputs, operation.outputs))
     return "dropout" in operation.name and given is not None and made is not None and not torch.equal(given, made)
 

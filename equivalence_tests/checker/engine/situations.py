@@ -1,5 +1,6 @@
 """One way to call what is checked, its inputs, and what was found in the call."""
 
+import ast
 import itertools
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from equivalence_tests.checker.reach.arguments import ROLES, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.proposing import nodes_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import source_of
@@ -32,6 +34,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 BATCH_FIRST = re.compile(
     r"\b(bs?|bsz|batch\w*)\s*(,[^=\n]*)?=\s*\w+\.(shape\b(?!\[[^0])|size\((0?|dim=0)\))", re.IGNORECASE
 )
+SCALE = re.compile(r"^(\w+_)?scal(e|ed|ing)$", re.IGNORECASE)
 OF_LUONG = "one state of a decoder looks back at all that an encoder gave, as in Luong's attention, which has no scale"
 # Which of queries, keys and values are made of an argument, by its role.
 OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
@@ -187,13 +190,20 @@ def _known_by_its_call(departure: Departure, situation: Situation) -> Departure:
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
     whole = judgement is not None and len(judgement.attention.parts[0].table.heads) == 1
     unscaled = departure.name == "scale_missing" and situation.plan.step and whole
-    if unscaled and "scal" not in source_of(type(situation.subject.function)).lower():
+    if unscaled and not _names_a_scale(situation.subject.function):
         return replace(departure, evidence=OF_LUONG)
     if departure.stage != "scale" or heads < 2:
         return departure
     width = departure.facts["width"] // heads
     unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
+
+
+def _names_a_scale(function: object) -> bool:
+    """Whether a module, a class above its own, or a function names anything a scale; words in texts say nothing."""
+    nodes = nodes_of(type(function)) if isinstance(function, nn.Module) else ast.walk(ast.parse(source_of(function)))
+    names = (getattr(x, "attr", None) or getattr(x, "id", None) or getattr(x, "arg", None) or "" for x in nodes)
+    return any(SCALE.search(name) for name in names)
 
 
 def call_of(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> tuple[Call, dict[int, str]]:

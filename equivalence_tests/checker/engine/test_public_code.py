@@ -412,6 +412,22 @@ class NeverSeesItself(OneTokenAtAStep):
     short = 1
 
 
+class KeepsWhatTheFirstMade(nn.Module):
+    """Two attentions: in a pass, the second reads what the first made of tokens that see those after them."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.a, self.b = OneTokenAtAStep(dim, n_heads), OneTokenAtAStep(dim, n_heads)
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor) -> Tensor:
+        x = x + self.a(x, start_pos, freqs_cis)
+        return x + self.b(x, start_pos, freqs_cis)
+
+
+def test_a_second_attention_is_not_held_against_passes_that_hide_nothing() -> None:
+    assert "cache_differs_from_one_pass" not in verify(KeepsWhatTheFirstMade).mistakes
+
+
 def test_a_step_that_hides_nothing_is_the_last_token_of_a_pass() -> None:
     right = verify(OneTokenAtAStep)
     assert right.mistakes == ()
@@ -1633,6 +1649,42 @@ class MABOfFullWidth(MAB):
     power = 1
 
 
+class AddsItsValues(MAB):
+    """Adds the queries' tokens behind another matrix than theirs; its name ends as a block's of the Set Transformer."""
+
+    def __init__(self, dim_q: int, dim_k: int, dim_v: int, num_heads: int) -> None:
+        super().__init__(dim_q, dim_k, dim_v, num_heads)
+        self.added = nn.Linear(dim_q, dim_v)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().forward(q, k) + self.added(q)
+
+
+class SpectralMSAB(Attends):
+    """Ends as such a name does, and is an attention like any other."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        return self.to_out(F.scaled_dot_product_attention(q, k, v, scale=x.size(-1) ** -0.5).transpose(1, 2).flatten(2))
+
+
+class AllOfOneOfThree(nn.Module):
+    """Three matrices are there, and one of them projects all."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 3 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_v(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_matrix_that_projects_all_beside_others_is_no_packed_one() -> None:
+    assert verify(AllOfOneOfThree).verdict != "equal"
+
+
 class PMA(nn.Module):
     """Asks with tokens that are learnt."""
 
@@ -1649,6 +1701,8 @@ def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper(
     report = verify(MAB)
     assert (report.verdict, len(report.intended)) == ("equal", 2), str(report)
     assert verify(MABOfFullWidth).mistakes == ("scale_wrong",)
+    assert verify(AddsItsValues).verdict != "equal"
+    assert verify(lambda: SpectralMSAB(12, 12, 3)).mistakes == ("scale_wrong",)
 
 
 class AttendsInATable(nn.Module):

@@ -217,7 +217,8 @@ class Program:
 
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
-        sublayers = Sublayers(around, self.query.tokens, module)
+        asks = frozenset(evidence.parameters.names_at(self.query.places))
+        sublayers = Sublayers(around, self.query.tokens, module, asks)
         fed = "a feed-forward follows it" if sublayers.branches else _called_a_block(module)
         if unlike := sublayers.unlike():
             yield Step(unlike, "", "residual")
@@ -226,7 +227,7 @@ class Program:
         tokens = [one.tokens for _, one in self.roles]
         called = [x for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
         normed = [x.path for x in called if module is not None and is_norm(module.get_submodule(x.path))]
-        projected = {f"{x.path} is called" for x in called if x.inner == (self.query.tokens,)}
+        projected = {f"{x.path} is called" for x in called if sublayers.projects_queries(x)}
         projected |= {f"{x.name} takes part" for x in all_of(self.query.tokens) if isinstance(x, Learnt)}
         single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
         gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
@@ -270,6 +271,8 @@ class Program:
         places += [("output", self.output.weight)] if self.output.bias is not None else []
         names = {role: [made[role]] if role in made else parameters.names_at(x.reshape(-1)) for role, x in places}
         packed = set.intersection(*(set(names[role]) for role, _ in self.roles))  # all three, whatever it is called
+        if any(pattern.search(name) for name in further for pattern in OWN.values()):
+            packed = set()  # a matrix of another name is there, and takes no part
         for role, name in ((one, name) for one, own in names.items() for name in own if name not in packed):
             said = [other for other, pattern in OWN.items() if pattern.search(name)]
             if len(said) == 1 and said != [role]:

@@ -45,6 +45,7 @@ class Sublayers:
     around: Expression
     tokens: Expression
     module: nn.Module | None
+    asks: frozenset[str] = frozenset()  # the parameters that project the queries
 
     @property
     def branches(self) -> list[Expression]:
@@ -78,14 +79,17 @@ class Sublayers:
         added = [x for x in terms if not _attends(x)]
         if not added:
             return "the attention has no residual connection"
-        if adds_its_queries(self.module) and [*map(self._projects_queries, added)] == [True]:
+        if adds_its_queries(self.module) and [*map(self.projects_queries, added)] == [True]:
             return ""
         if {*added} != {*terms_of(self._bare(self.tokens))} or len(added) == len(terms):
             return "what attends is added to something other than what it is made of"
         return "a norm stands in front of one sublayer, and behind it on the stream" if pre_norm and behind else ""
 
-    def _projects_queries(self, one: Expression) -> bool:
-        return isinstance(one, Called) and self._is_linear(one) and one.inner == (self.tokens,)
+    def projects_queries(self, one: Expression) -> bool:
+        """Whether it is what the queries are: the same matrix of the same tokens."""
+        if not isinstance(one, Called) or one.inner != (self.tokens,):
+            return False
+        return self._is_linear(one) and f"{one.path}.weight" in self.asks
 
     def _without_activation(self, branch: Expression) -> str:
         """Name two linear layers that follow each other."""

@@ -35,22 +35,6 @@ ELSEWHERE = (
     ("self.n2(tgt)", "self.n2(tgt + query_pos)"),
 )
 
-OPTIONAL = TEXT.replace("pos, query_pos)", "pos=None, query_pos=None)")
-for old, new in (("y + query_pos", "self.at(y, query_pos)"), ("memory + pos", "self.at(memory, pos)")):
-    OPTIONAL = OPTIONAL.replace(old, new)
-OPTIONAL += """
-    def at(self, x, pos):
-        return x if pos is None else x + pos
-"""
-
-
-def test_positions_that_may_be_left_out_are_handed_over(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(OPTIONAL, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
-    assert (report.verdict, report.not_exercised, len(report.intended)) == ("equal", [], 2), str(report)
-    (tmp_path / "other.py").write_text(OPTIONAL.replace("memory, pos), memory", "memory, pos), self.at(memory, pos)"))
-    assert verify(f"{tmp_path / 'other.py'}:Layer").verdict == "unchecked"
-
 
 def test_positions_that_are_handed_over_may_be_added_to_queries_and_keys(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(TEXT, encoding="utf-8")

@@ -61,6 +61,18 @@ class CallsNoNorm(PreNormLayer):
         return x + sub(x)
 
 
+class LeavesOneOfTwo(PreNormLayer):
+    """The attention holds a second norm, which nobody calls."""
+
+    def __init__(self, dim: int, heads: int, hidden_dim: int) -> None:
+        super().__init__(dim, heads, hidden_dim)
+        self.attn.norm_out = nn.LayerNorm(dim)
+
+
+def test_one_norm_that_the_layer_calls_excuses_no_other() -> None:
+    assert "norm_never_used" in verify(LeavesOneOfTwo).mistakes
+
+
 @pytest.mark.parametrize("right", [PreNormLayer, PostNormLayer])
 def test_norms_that_the_layer_calls_are_no_idle_norms(right: type[nn.Module]) -> None:
     report = verify(right)

@@ -360,10 +360,13 @@ def _deciding(error: UnboundLocalError, last: TracebackType) -> set[str]:
     if local is None or function is None:
         return set()
     ifs = [x for x in ast.walk(function) if isinstance(x, ast.If)]
+    handed = {x.arg for x in ast.walk(function.args) if isinstance(x, ast.arg)} - {"self"}
     found = list[set[str]]()
     for given in (x for x in ast.walk(function) if _gives(x, local[1]) and x.lineno < last.tb_lineno):  # type: ignore[attr-defined]
         around = [x.test for x in ifs if any(given is inside for one in x.body for inside in ast.walk(one))]
         names = [x for test in around for x in ast.walk(test)]
+        if any(isinstance(x, ast.Name) and x.id in handed for x in names):
+            return set()  # a call with other arguments may end elsewhere
         found.append({getattr(x, "attr", getattr(x, "id", "")) for x in names} - {"", "self"})
     return set.intersection(*found) if found else set()
 

@@ -217,8 +217,7 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     compared = compared_by(type(function)) if unsaid else {}
     left_out = {name: "=None" for name in unsaid if None in compared.get(name, [])}
     positions = {p.name: "=positions" for p in parameters if p.default is None and POSITIONS.search(p.name.lower())}
-    asked = required | {p.name for p in parameters if p.default is None}
-    ways = *_added_positions(roles, required, asked), *(left_out, {}, positions)[not left_out : 2 + bool(positions)]
+    ways = *_added_positions(roles, required), *(left_out, {}, positions)[not left_out : 2 + bool(positions)]
     named = [option for more in ways for option in _named_roles({**roles, **more}, required)]
     yield from (CallPlan(tuple(option.items()), "", positional) for option in named)
     sure = named and "angles" in {roles[name] for name in required}  # names that say as much are not doubted
@@ -249,11 +248,11 @@ def _memory_never_read(function: Any, roles: Mapping[str, str], required: set[st
     return dict.fromkeys(idle, "default") | {name: "input" for name in left if len(left) == 1}
 
 
-def _added_positions(roles: Mapping[str, str], required: set[str], asked: set[str]) -> Iterator[dict[str, str]]:
-    """Give what is called positions one vector for each query, or key, or for each distance of both if required."""
+def _added_positions(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
+    """Give what is called positions and required one vector for each query, or key, or for each distance of both."""
     tokens = [role for role in roles.values() if role in OF_TOKENS]
-    named = [name for name, role in roles.items() if name in asked and ADDED_POSITIONS.search(name.lower())]
-    named = [x for x in named if roles[x] in ("=0", "=False", "default") or tokens.count(roles[x]) > 1]
+    named = [name for name, role in roles.items() if name in required and ADDED_POSITIONS.search(name.lower())]
+    named = [name for name in named if roles[name] in ("=0", "=False") or tokens.count(roles[name]) > 1]
     both = [OF_QUERIES, OF_KEYS][: 2 - (len(tokens) == 1)]
     likely = [both if TARGET.search(name.lower()) else both[::-1] for name in named]
     yield from (dict(zip(named, chosen, strict=True)) for chosen in (ranked(likely) if named else ()))

@@ -101,3 +101,28 @@ def test_what_is_given_there_is_not_asked_for_again() -> None:
             super().__init__(width, bias=False, **kwargs)
 
     assert [p.name for p in parameters_of(Below)] == ["width", "heads"]
+
+
+class TakesAFactor(Named):
+    """Right: takes a factor of the caller's, if one is there."""
+
+    def __init__(self, dim: int, heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, heads)
+        self.factor = float(kwargs["factor"]) if "factor" in kwargs else 1.0
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return (scores * self.factor).softmax(-1)
+
+
+class WrongWithoutAContext(Named):
+    """Without a context, which is the default, the scores are doubled."""
+
+    def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:  # type: ignore[override]
+        if "context" in kwargs:
+            return super().forward(x, kwargs["context"], kwargs["context"])
+        return super().forward(2 * x, x, x)
+
+
+def test_what_is_asked_for_first_may_be_left_out() -> None:
+    assert verify(TakesAFactor).verdict == "equal"
+    assert verify(WrongWithoutAContext).verdict != "equal"

@@ -25,6 +25,7 @@ def taken_out_of(rest: Parameter, nodes: Sequence[ast.AST]) -> Iterator[Paramete
     ['query', 'memory']
     """
     places = set[int]()
+    asked = {name for x in nodes if (name := _asked_for(x, rest.name))}
     for node in nodes:
         match node:
             case ast.Subscript(ast.Name(id=own), ast.Constant(int(place))) if own == rest.name:
@@ -32,7 +33,7 @@ def taken_out_of(rest: Parameter, nodes: Sequence[ast.AST]) -> Iterator[Paramete
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id=own)) if own == rest.name:
                 yield from (Parameter(x.id, Parameter.POSITIONAL_ONLY) for x in names if isinstance(x, ast.Name))
             case ast.Subscript(ast.Name(id=own), ast.Constant(str(key))) if own == rest.name:
-                yield Parameter(key, Parameter.KEYWORD_ONLY)
+                yield Parameter(key, Parameter.KEYWORD_ONLY, default=None if key in asked else Parameter.empty)
             case ast.Call(
                 ast.Attribute(ast.Name(id=own), "get" | "pop" as way), [ast.Constant(str(key)), *default]
             ) if own == rest.name:
@@ -41,6 +42,14 @@ def taken_out_of(rest: Parameter, nodes: Sequence[ast.AST]) -> Iterator[Paramete
                 yield Parameter(key, Parameter.KEYWORD_ONLY, default=Parameter.empty if needed else value)
     counted = BY_NUMBER.get(max(places, default=-1) + 1, ())
     yield from (Parameter(name, Parameter.POSITIONAL_ONLY) for name in counted)
+
+
+def _asked_for(node: ast.AST, rest: str) -> str:
+    """The name that a node looks for among the rest of the arguments, where it may be absent; "" for none."""
+    match node:
+        case ast.Compare(ast.Constant(str(name)), [ast.In() | ast.NotIn()], [ast.Name(id=own)]) if own == rest:
+            return name
+    return ""
 
 
 def handed_on(rest: Parameter, nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
@@ -58,7 +67,8 @@ def called_by(call: ast.Call, target: Any, function: Any) -> Any:
     match call.func:
         case ast.Attribute(ast.Call(func=ast.Name(id="super")), name):
             kinds = (target if isinstance(target, type) else type(target)).__mro__
-            place = next((i for i, kind in enumerate(kinds) if function in vars(kind).values()), len(kinds))
+            holds = (any(function is one for one in vars(kind).values()) for kind in kinds)
+            place = next((i for i, held in enumerate(holds) if held), len(kinds))
             above = next((kind for kind in kinds[place + 1 :] if name in vars(kind)), object)
             return (
                 None if above in BASES else above if name == "__init__" else getattr(super(kinds[place], target), name)
@@ -104,5 +114,6 @@ def with_the_rest(
             named += still_asked(call, parameters_of(inside)) if inside is not None else []
         if one.kind is STAR:
             named = [p.replace(kind=Parameter.POSITIONAL_ONLY) for p in named if p.default is p.empty]
+        named.sort(key=lambda p: p.default is not p.empty)  # one place that does without it is enough
         found |= {p.name: p for p in named if p.name not in found}
     return list(found.values())
