@@ -201,14 +201,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)
-    holds_more = not kind and first.unread and guess == "attention" and guess_kind(found) == ""
-    if (
-        first.verdict != "unchecked"
-        or CRASHES.in_calls
-        or first.equivalent
-        or first.kind == POOLING
-        or (not holds_more and (first.unread or any(check.outcome == "passed" for check in first.checks)))
-    ):
+    holds_more = not kind and bool(first.unread) and guess == "attention" and guess_kind(found) == ""
+    if _says_enough(first, holds_more):
         return first
     if holds_more or (guess == guess_kind(found) == "attention" and first.conventions):
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
@@ -223,6 +217,13 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         if reads_more or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
     return first
+
+
+def _says_enough(report: Report, holds_more: bool) -> bool:
+    """Whether a report is of what the code is, so that it is not taken for something else."""
+    if report.verdict != "unchecked" or CRASHES.in_calls or report.equivalent or report.kind == POOLING:
+        return True
+    return not holds_more and bool(report.unread or any(check.outcome == "passed" for check in report.checks))
 
 
 def _examined_as(

@@ -81,12 +81,7 @@ def compare(
     agree, verdict = verdict_on(rows, trainings)
     if json_file is not None:
         about = {"agree": agree, "machine": about_this_machine(place), "dtype": dtype, "seed": seed}
-        found = {
-            "components": [dataclasses.asdict(row) for row in rows],
-            "trainings": [dataclasses.asdict(training) | {"same": training.same} for training in trainings],
-            "timings": [dataclasses.asdict(timing) | {"ratio": timing.ratio} for timing in timings],
-        }
-        write_json(json_file, about | found)
+        write_json(json_file, about | as_data(rows, trainings, timings))
     console.print(verdict)
     raise typer.Exit(0 if agree else 1)
 
@@ -287,6 +282,15 @@ def in_words(times: Sequence[float]) -> str:
     """Give the median of times, with the least and the greatest."""
     ordered = sorted(times)
     return f"{ordered[len(ordered) // 2]:.0f} ({ordered[0]:.0f}–{ordered[-1]:.0f})"
+
+
+def as_data(rows: Sequence[Row], trainings: Sequence[SettledTraining], timings: Sequence[Timing]) -> dict[str, Any]:
+    """Give all results in a form that JSON can hold."""
+    return {
+        "components": [dataclasses.asdict(row) for row in rows],
+        "trainings": [dataclasses.asdict(training) | {"same": training.same} for training in trainings],
+        "timings": [dataclasses.asdict(timing) | {"ratio": timing.ratio} for timing in timings],
+    }
 
 
 def verdict_on(rows: Sequence[Row], trainings: Sequence[SettledTraining]) -> tuple[bool, str]:

@@ -23,7 +23,7 @@ from equivalence_tests.checker.reach.arguments import MASK_ROLES, MAX_LEN, first
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
-from equivalence_tests.checker.reach.plans import POSITION, causal_switches
+from equivalence_tests.checker.reach.plans import POSITION
 from equivalence_tests.checker.reach.proposing import empty_state, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -123,7 +123,7 @@ def _causal_ways(trial: Trial) -> Iterator[Hiding]:
     def given(extra: dict[str, Any], *_: int) -> dict[str, Any]:
         return extra
 
-    alone = [partial(given, {}), *(partial(given, {name: True}) for name in causal_switches(trial))]
+    alone = [partial(given, {}), *(partial(given, {name: True}) for name in trial.causal_switches)]
     forms = [form for form in mask_forms() if mask and form.pattern in ("shared", "full")]
     for way in (*alone, *(partial(masked, form) for form in forms)):
         if ask(partial(_hides_the_future, trial, way)).value:  # its mask may not take this form

@@ -34,7 +34,6 @@ from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_paramete
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
-from equivalence_tests.checker.reach.plans import causal_switches
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, attempt, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -426,7 +425,7 @@ def _hiding(situations: Sequence[Situation], trial: Trial) -> Iterator[_Hiding]:
         if form is not None and form.pattern in HIDE_KEYS and not form.held:
             may = draw_masks(form.pattern, sizes.batch, TOKENS, TOKENS, seed=3 + place)
             yield _Hiding(one.plan.mask_parameter, form.build(may, sizes.num_heads, trial.dtype), may)
-    for name in causal_switches(trial) if trial.plan.self_attention else ():
+    for name in trial.causal_switches if trial.plan.self_attention else ():
         yield _Hiding(name, True, causal.expand(sizes.batch, -1, -1))
 
 

@@ -21,9 +21,10 @@ from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, const
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, parsed
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import source_of
 
 HIDDEN = "the keys that it hides by itself"
 FACTORS = re.compile(r"scal|factor|multiplier|temperature", re.IGNORECASE)
@@ -39,6 +40,8 @@ DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
 SET_TRANSFORMER = re.compile("^(MAB|I?SAB|PMA)$")  # its attention blocks, by the names of their classes
 OF_LUONG = "what attends is joined to what asks and goes through tanh, as in Luong's attention, which has no scale"
+OF_A_STATE = "a decoder's state looks back at all that an encoder gave, as in Luong's attention, which has no scale"
+A_SCALE = re.compile(r"^(\w+_)?scal(e|ed|ing)$", re.IGNORECASE)  # in the names of code that has one
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
 CUTS = ("changed_by_getitem", "changed_by_narrow")  # of the column of a sink, after the softmax
@@ -252,6 +255,13 @@ class Evidence(Conventions):
                 return f"the module holds it as its part {name}"
         return ""
 
+    def may_be_luongs(self, function: object) -> bool:
+        """Whether it has one head, and neither holds a scale nor names one: words in texts say nothing."""
+        nodes = nodes_of(type(function)) if isinstance(function, nn.Module) else parsed(source_of(function))
+        names = (getattr(x, "attr", None) or getattr(x, "id", None) or getattr(x, "arg", None) or "" for x in nodes)
+        alone = len(self.judgement.attention.parts[0].table.heads) == 1
+        return alone and not self._stated_scale() and not any(map(A_SCALE.search, names))
+
     def _of_luong(self, operation: Operation) -> str:
         """The tanh of what attends beside what asks; "" for any other operation."""
         if operation.name != "tanh":
@@ -311,28 +321,29 @@ class Evidence(Conventions):
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
             if own and (both := self._sharpened(departure, operands[:2])):
                 return f"queries and keys are normalised, and then multiplied by {both:.4g} each"
-            turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
-            if len(turns) == 2 and abs(turns[0] - turns[1]) < LOOSE and abs(turns[0] - 1) > LOOSE:
-                total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
-                kept = self._setting(abs(turns[0]), _is_no_size, own=True)
-                if abs(total / turns[0] / turns[1] - 1) < LOOSE and (kept or self._takes_tables(operands[0])):
-                    return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
+            if carried := self._carried_by_a_rotation(departure, operands[:2]):
+                return carried
         cosines = all(_has_length_one(operand) for operands in self.judgement.operands for operand in operands[:2])
         if cosines and (kept := self._setting(departure.facts["factor"], SCALES.fullmatch, own=True)):
             return f"queries and keys have the length one, and their cosines are multiplied by what {kept}"
         if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
             return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
         behind = self._names.operations[self.judgement.attention.last.index :]
-        whole = len(self.judgement.attention.parts[0].table.heads) == 1
-        if (
-            departure.name == "scale_missing"
-            and whole
-            and any(map(self._of_luong, behind))
-            and not self._stated_scale()
-        ):
+        if departure.name == "scale_missing" and any(map(self._of_luong, behind)) and self.may_be_luongs(self.module):
             return OF_LUONG
         off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
         return f"{off} is False" if off else self._configured(departure.facts["factor"])
+
+    def _carried_by_a_rotation(self, departure: Departure, operands: list[Operand]) -> str:
+        """A scale that the tables of a rotation hold, alike for queries and keys; "" for none."""
+        turns = [self._own_scale(operand) for operand in operands if operand.change == "rotated"]
+        if len(turns) < 2 or abs(turns[0] - turns[1]) >= LOOSE or abs(turns[0] - 1) <= LOOSE:
+            return ""
+        total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
+        kept = self._setting(abs(turns[0]), _is_no_size, own=True)
+        if abs(total / turns[0] / turns[1] - 1) >= LOOSE or not (kept or self._takes_tables(operands[0])):
+            return ""
+        return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
 
     def _gate_of_pixels(self) -> str:
         """The single number, learnt, of a module that projects by convolutions alone, or not; "" for any other."""

@@ -70,14 +70,8 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
     count = [prod(sizes[x] for x in group) for group in (shared, rows, columns, summed)]
 
     def laid(places: Tensor, letters: str, apart: list[str]) -> Tensor:
-        """Repeat what is summed alone for each element that it is then multiplied with."""
-        order = [*shared, *apart, *summed]
-        places = places.permute([letters.index(letter) for letter in order if letter in letters])
-        for axis, letter in enumerate(order):
-            places = places if letter in letters else places.unsqueeze(axis)
-        return places.expand([sizes[letter] for letter in order]).reshape(
-            count[0], prod(sizes[letter] for letter in apart), count[3]
-        )
+        whole = _repeated(places, letters, [*shared, *apart, *summed], sizes)
+        return whole.reshape(count[0], prod(sizes[letter] for letter in apart), count[3])
 
     shape = tuple(sizes[x] for x in given)
     out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
@@ -89,6 +83,14 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
         shape,
         apart,
     )
+
+
+def _repeated(places: Tensor, letters: str, order: list[str], sizes: dict[str, int]) -> Tensor:
+    """Lay places out by letters, and repeat what is summed alone for each element that it is multiplied with."""
+    places = places.permute([letters.index(letter) for letter in order if letter in letters])
+    for axis, letter in enumerate(order):
+        places = places if letter in letters else places.unsqueeze(axis)
+    return places.expand([sizes[letter] for letter in order])
 
 
 def _joined(equation: str, one: str, two: str, given: str, sizes: dict[str, int]) -> tuple[str, str]:

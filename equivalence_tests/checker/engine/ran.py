@@ -13,7 +13,7 @@ from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_here, inside
 
-CLAMPS = words("clamp clip hardtanh")
+CLAMPS = words("clamp clip clamp_min clamp_max hardtanh")
 GUARDS = 1e-2, 1e4  # bounds beyond these keep from dividing by 0, and from numbers that float16 does not have
 SEEDS = 16  # a layer may be skipped after few of them
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
@@ -67,7 +67,12 @@ def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
     return ()
 
 
-def drawing_line(call: Callable[[], Tensor]) -> Frames | None:
+def draws(operation: Operation) -> bool:
+    """Whether an operation draws random numbers, or is a dropout that changes what it is given."""
+    return operation.name in DRAWS or drops(operation)
+
+
+def drawing_line(call: Callable[[], Tensor], of: Callable[[Operation], bool] = draws) -> Frames | None:
     """Give the line that drops or draws, where the same call gives something else after other random numbers."""
 
     def output(seed: int) -> Tensor:
@@ -78,7 +83,7 @@ def drawing_line(call: Callable[[], Tensor]) -> Frames | None:
         first, *others = (ask(partial(output, seed)).value for seed in range(SEEDS))
     if first is None or all(x is None or torch.allclose(x, first) for x in others):
         return None
-    return next((one.frames for one in operations_of(call) if one.name in DRAWS or drops(one)), ())
+    return next((one.frames for one in operations_of(call) if of(one)), ())
 
 
 def drops(operation: Operation) -> bool:
@@ -100,9 +105,9 @@ def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
     lines = dict[int, str]()
     reached = set[int]()
     for one in operations:
-        bounds = [one.argument(place, end) for place, end in ((1, "min"), (2, "max"))] if one.name in CLAMPS else []
-        asked = any(isinstance(x, int | float) and GUARDS[0] < abs(x) < GUARDS[1] for x in bounds)
-        if asked and one.frames and one.inputs[0].value.dim() > 2:
+        args, kwargs = one.arguments if one.name in CLAMPS else ([], {})
+        numbers = [abs(x) for x in (*args, *kwargs.values()) if isinstance(x, int | float)]
+        if any(GUARDS[0] < x < GUARDS[1] for x in numbers) and one.frames and one.inputs[0].value.dim() > 2:
             line = code_lines(one.frames)[-1]
             lines[line.number] = line.text
             reached |= set() if torch.equal(one.inputs[0].value, one.outputs[0].value) else {line.number}

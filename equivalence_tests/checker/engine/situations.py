@@ -1,6 +1,5 @@
 """One way to call what is checked, its inputs, and what was found in the call."""
 
-import ast
 import itertools
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine, padding_of
+from equivalence_tests.checker.engine.meaning import OF_A_STATE, Evidence
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import HIDING, MEASURED, near
 from equivalence_tests.checker.engine.taking_part import argument_name
@@ -25,7 +25,6 @@ from equivalence_tests.checker.reach.arguments import ROLES, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
-from equivalence_tests.checker.reach.proposing import nodes_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import source_of
@@ -34,8 +33,6 @@ from equivalence_tests.checker.reporting.lines import source_of
 BATCH_FIRST = re.compile(
     r"\b(bs?|bsz|batch\w*)\s*(,[^=\n]*)?=\s*\w+\.(shape\b(?!\[[^0])|size\((0?|dim=0)\))", re.IGNORECASE
 )
-SCALE = re.compile(r"^(\w+_)?scal(e|ed|ing)$", re.IGNORECASE)
-OF_LUONG = "one state of a decoder looks back at all that an encoder gave, as in Luong's attention, which has no scale"
 # Which of queries, keys and values are made of an argument, by its role.
 OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
 
@@ -186,24 +183,19 @@ def situation_of(
 
 
 def _known_by_its_call(departure: Departure, situation: Situation) -> Departure:
-    """Rename a departure of the scale that shows that the heads are never split; Luong's attention has no scale."""
-    heads, judgement = situation.subject.sizes.num_heads, situation.judgement
-    whole = judgement is not None and len(judgement.attention.parts[0].table.heads) == 1
-    unscaled = departure.name == "scale_missing" and situation.plan.step and whole
-    if unscaled and not _names_a_scale(situation.subject.function):
-        return replace(departure, evidence=OF_LUONG)
-    if departure.stage != "scale" or heads < 2:
+    """Name a scale that shows that heads are never split, and say why a decoder's state that asks needs none."""
+    subject, judgement = situation.subject, situation.judgement
+    if departure.stage != "scale" or judgement is None:
         return departure
-    width = departure.facts["width"] // heads
+    asks = departure.name == "scale_missing" and situation.plan.step
+    if asks and Evidence(judgement, subject.module).may_be_luongs(subject.function):
+        return replace(departure, evidence=OF_A_STATE)
+    heads = subject.sizes.num_heads
+    if heads < 2:
+        return departure
+    whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
     unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
-
-
-def _names_a_scale(function: object) -> bool:
-    """Whether a module, a class above its own, or a function names anything a scale; words in texts say nothing."""
-    nodes = nodes_of(type(function)) if isinstance(function, nn.Module) else ast.walk(ast.parse(source_of(function)))
-    names = (getattr(x, "attr", None) or getattr(x, "id", None) or getattr(x, "arg", None) or "" for x in nodes)
-    return any(SCALE.search(name) for name in names)
 
 
 def call_of(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> tuple[Call, dict[int, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.conventions import Conventions
-from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops, operations_of
+from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
@@ -380,9 +380,7 @@ def compare_output(report: Report, situation: Situation) -> None:
     if not hidden:
         return
     trial = situation.trial
-    ran = operations_of(lambda: trial.output(trial.inputs()))
-    drew = next((one.frames for one in ran if drops(one)), ())
-    if drew and drawing_line(lambda: trial.output(trial.inputs())) is not None:
+    if drew := drawing_line(lambda: trial.output(trial.inputs()), drops):
         evidence = f"seen in {SEEDS} calls with one input"
         report.findings = [found_mistake("dropout_in_eval", stack=code_lines(drew), evidence=evidence)]
         report.verdict, report.reason = "deviates", ""

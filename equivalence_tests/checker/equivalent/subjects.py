@@ -113,7 +113,7 @@ def _with_another_option(found: Any, name: str, adapter: Adapter, progress: Call
             continue
         report = ask(partial(examine_attention, given, name, adapter, progress)).value
         if report is not None:
-            facts = {"said": crash.said, "change": f"Set it where {option} is {not value}, too."}
+            facts = {"said": crash.said, "change": f"Set this variable where {option} is {not value}, too."}
             evidence = f"With {option}={not value}, its default, every call ends here; with {option}={value} calls run."
             report.findings.append(found_mistake("line_raises", facts, stack=crash.stack, evidence=evidence))
             report.verdict, report.reason = "deviates", ""
@@ -166,7 +166,14 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     except RuntimeError as error:  # torch's fused attention runs on no heads of keys at all; its formula does not
         (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
-    chosen = _callers_scale(situation)
+    report = _judged(situation)
+    report.seconds = time.process_time() - started
+    return report
+
+
+def _judged(situation: Situation) -> Report:
+    """Judge one call, and what other calls of the same code show."""
+    subject, chosen = situation.subject, _callers_scale(situation)
     intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
@@ -186,7 +193,6 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     report.conventions = [*reading_of(situation, report), *report.conventions]
     report.notes += [*notes_of(situation), *([chosen] if chosen and not report.intended else [])]
     _beyond_the_call(report, situation)
-    report.seconds = time.process_time() - started
     return report
 
 

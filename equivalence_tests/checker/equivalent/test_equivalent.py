@@ -134,7 +134,7 @@ class NormedBefore(Base):
 
 
 class Counted(Base):
-    """Is told how many tokens of each sample are there."""
+    """Takes the length of each sample, and hides the padding behind it."""
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         q, k, v = self.operands(x)

@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
+from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.subject import Adapter
@@ -92,8 +93,8 @@ class Walk:
         spans = [(call.first, call.end) for call in self.calls if call.path == path]
         inside = (call for call in self.calls if is_inside(call.path, path))
         outside = {one.path for one in inside if not any(first <= one.first < end for first, end in spans)}
-        part, called = self.module.get_submodule(path), {one.path for one in self.calls}
-        norms = [f"{path}.{name}" for name, one in part.named_modules() if name and "Norm" in type(one).__name__]
+        parts, called = atoms_of(self.module.get_submodule(path)), {one.path for one in self.calls}
+        norms = [f"{path}.{name}" for name, kind in parts.items() if kind == "layer_norm"]
         if not called.issuperset(norms):
             return ""
         return next((f"{one} is called where {path} itself does not run" for one in norms if one in outside), "")

@@ -156,10 +156,8 @@ class Sums:
             said = f"the sub-module {path}, a {type(own).__name__}"
             self.say(f"{path} normalises by what all samples in training have", "project", said)
         if kind == "layer_norm" and before in ("attention", "feed_forward"):
-            words = self.labels.words(value.only)
-            self.say(
-                f"{path} normalises what {words} gives", "project", f"the sub-module {path}" * (path in self.paths)
-            )
+            said = f"the sub-module {path}" if path in self.paths else ""
+            self.say(f"{path} normalises what {self.labels.words(value.only)} gives", "project", said)
         if kind == "layer_norm" and path in self.paths and len(getattr(own, "normalized_shape", ())) > 1:
             self.say(f"{path} normalises several tokens as one", "project")
         if kind == "linear" and before in ("linear", "feed_forward"):

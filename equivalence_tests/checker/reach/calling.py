@@ -15,7 +15,7 @@ from equivalence_tests.checker.reach.angles import AngleForm, base_of
 from equivalence_tests.checker.reach.arguments import ROLES, Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.construction import part_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
-from equivalence_tests.checker.reach.proposing import empty_state
+from equivalence_tests.checker.reach.proposing import empty_state, parameters_of
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 
@@ -210,6 +210,12 @@ class Trial:
     def output_in(self, returned: Any) -> Tensor:
         """Find the output in what came back."""
         return from_layout(list(tensors_in((returned,)))[self.plan.output], self.plan.output_layout)
+
+    @property
+    def causal_switches(self) -> list[str]:
+        """The arguments beside the mask that ask for a causal one."""
+        names = [p.name for p in parameters_of(self.function)]
+        return [name for name in names if "causal" in name and name != self.plan.mask_parameter]
 
     @property
     def keeps_samples_apart(self) -> bool:

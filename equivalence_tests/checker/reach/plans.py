@@ -191,11 +191,6 @@ def other_masks(trial: Trial) -> Iterator[Trial]:
         yield replace(trial, plan=replace(plan, roles=roles))
 
 
-def causal_switches(trial: Trial) -> list[str]:
-    """Name the arguments beside the mask that ask for a causal one."""
-    return [p.name for p in parameters_of(trial.function) if "causal" in p.name and p.name != trial.plan.mask_parameter]
-
-
 def _required(parameters: list[inspect.Parameter]) -> set[str]:
     return {p.name for p in parameters if p.default is p.empty}
 
@@ -203,15 +198,8 @@ def _required(parameters: list[inspect.Parameter]) -> set[str]:
 def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
     parameters = parameters_of(function)
-    required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
-    roles |= _image_sizes(roles) | _masks_left_out(roles, required) | _memory_never_read(function, roles, required)
-    turning = required & handed_on_as(function, "angles")
-    roles |= {name: "angles" for name in turning if roles[name] in ("", "=0", "=False")}
-    held = held_by_arguments(function)
-    roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
-    roles |= _of_several(held, roles)
-    roles |= {name: "=None" for name in required & unread_arguments(function) if not roles[name]}
-    roles |= {name: "=state" for name in required if empty_state(function, name) is not None}
+    required = _required(parameters)
+    roles = _roles(function, parameters, required)
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     unsaid = [name for name in required if not roles[name]]
     compared = compared_by(type(function)) if unsaid else {}
@@ -234,6 +222,19 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     for vectors in dict.fromkeys([*((name,) for name in beside[::-1]), tuple(beside)]) if beside else ():
         one = {**roles, tensors[0]: roles[tensors[0]] or "input", **dict.fromkeys(vectors, VECTOR)}
         yield from (CallPlan(tuple(x.items()), "", positional, named=False) for x in _named_roles(one, required))
+
+
+def _roles(function: Callable[..., Any], parameters: list[inspect.Parameter], required: set[str]) -> dict[str, str]:
+    """Say what each argument gets by its name, and by what the code does with it."""
+    roles = {p.name: _role(p) for p in parameters}
+    roles |= _image_sizes(roles) | _masks_left_out(roles, required) | _memory_never_read(function, roles, required)
+    turning = required & handed_on_as(function, "angles")
+    roles |= {name: "angles" for name in turning if roles[name] in ("", "=0", "=False")}
+    held = held_by_arguments(function)
+    roles |= {name: "default" for name in held if name not in required and roles[name] in OF_TOKENS}
+    roles |= _of_several(held, roles)
+    roles |= {name: "=None" for name in required & unread_arguments(function) if not roles[name]}
+    return roles | {name: "=state" for name in required if empty_state(function, name) is not None}
 
 
 def _memory_never_read(function: Any, roles: Mapping[str, str], required: set[str]) -> dict[str, str]:

@@ -45,7 +45,7 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     signature = _signature(target, eval_str=True) or _signature(target, eval_str=False)
     if signature is None:  # what is written in C may not say
         return []
-    return with_the_rest(target, signature, lambda function: _nodes(source_of(function)), parameters_of)
+    return with_the_rest(target, signature, lambda function: parsed(source_of(function)), parameters_of)
 
 
 def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
@@ -68,7 +68,7 @@ def unread_arguments(function: Callable[..., Any]) -> set[str]:
 def nodes_of(target: Any) -> list[ast.AST]:
     """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
     written = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
-    return [node for one in written for node in _nodes(source_of(one))]
+    return [node for one in written for node in parsed(source_of(one))]
 
 
 def handed_on_as(function: Any, role: str) -> set[str]:
@@ -79,7 +79,8 @@ def handed_on_as(function: Any, role: str) -> set[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _nodes(source: str) -> list[ast.AST]:
+def parsed(source: str) -> list[ast.AST]:
+    """Give all that a text says; nothing where it is no whole statement."""
     try:
         return list(ast.walk(ast.parse(source)))
     except SyntaxError:
@@ -115,7 +116,7 @@ def taken_apart(target: Any) -> tuple[str, ...]:
 def keys_for(target: Any, name: str) -> list[Any]:
     """List the keys of the tables in a class's file in which something of this name is looked up."""
     file = sys.modules.get(getattr(target, "__module__", ""))
-    nodes = _nodes(source_of(file)) if file else []
+    nodes = parsed(source_of(file)) if file else []
     looks_up = [node for node in nodes if isinstance(node, ast.Subscript)]
     found = [x.value for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))]
     tables = {getattr(x, "id", "") for x in found} - {""}
@@ -233,7 +234,7 @@ def held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
 def _held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
     if not inspect.isfunction(function):
         return {}
-    parents = {child: node for node in _nodes(source_of(function)) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in parsed(source_of(function)) for child in ast.iter_child_nodes(node)}
     read = {p.name: _taken_out(p.name, parents) for p in parameters_of(function)}
     said = {p.name: p.annotation for p in parameters_of(function)}
     lists = {name for name, asked in said.items() if (typing.get_origin(asked) or asked) is list}

@@ -122,41 +122,44 @@ def test_going_somewhere_moves_the_focus_there_and_marks_the_way(browser: Browse
     assert browser.run("return document.querySelector('.part.at').id") == "home"
 
 
+# Click every switch alone, and beside every other; list what does not show the state that it should.
+EVERY_PAIR = """
+    const wait = () => new Promise(next => setTimeout(next, 5)), problems = [], seenKeys = [];
+    (async () => {
+        for (const board of document.querySelectorAll('.board')) {
+            location.hash = board.id; await wait();
+            const states = [...board.querySelectorAll('.state:not(.live)')].map(x => x.dataset.key);
+            const now = () => [...board.querySelectorAll('.state')].filter(seen);
+            for (const input of board.querySelectorAll('input:not([value="0"])')) {
+                board.querySelector('[type=reset]').click(); await wait();
+                input.click(); await wait();
+                const name = input.closest('fieldset').dataset.argument, key = `${name}.${input.value}`;
+                if (String(now().map(x => x.dataset.key)) !== key || now()[0].matches('.live')) problems.push([key, now().length]);
+                seenKeys.push(key);
+                if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['untold', key]);
+                for (const other of board.querySelectorAll('input:not([value="0"])')) {
+                    if (other.name === input.name || !(input.compareDocumentPosition(other) & 4)) continue;  // each pair once
+                    other.click(); await wait();
+                    const second = `${other.closest('fieldset').dataset.argument}.${other.value}`, state = now()[0];
+                    const wanted = [`${key}-${second}`, `${second}-${key}`];
+                    if (now().length !== 1 || !wanted.includes(state.dataset.key)) problems.push([key, second]);
+                    else if (state.matches('.live') === wanted.some(x => states.includes(x))) problems.push(['live', key, second]);
+                    else if (!state.querySelector('pre').textContent.includes('\\n')) problems.push(['no code', key, second]);
+                    else if (!seen(state.querySelector('table, strong, .shape') || document.head)) problems.push(['no result', key, second]);
+                    seenKeys.push(state.dataset.key);
+                    board.querySelector(`input[name="${other.name}"][value="0"]`).click(); await wait();
+                }
+            }
+            const missed = states.filter(x => x !== 'defaults' && !seenKeys.includes(x));
+            if (missed.length) problems.push(['never shown', missed]);
+        }
+        done(problems);
+    })();"""
+
+
 def test_every_switch_shows_its_state_and_combines_with_every_other(browser: Browser) -> None:
     browser.open("switches")
-    found = browser.run_later(f"""{IN_SIGHT}
-        const wait = () => new Promise(next => setTimeout(next, 5)), problems = [], seenKeys = [];
-        (async () => {{
-            for (const board of document.querySelectorAll('.board')) {{
-                location.hash = board.id; await wait();
-                const states = [...board.querySelectorAll('.state:not(.live)')].map(x => x.dataset.key);
-                const now = () => [...board.querySelectorAll('.state')].filter(seen);
-                for (const input of board.querySelectorAll('input:not([value="0"])')) {{
-                    board.querySelector('[type=reset]').click(); await wait();
-                    input.click(); await wait();
-                    const name = input.closest('fieldset').dataset.argument, key = `${{name}}.${{input.value}}`;
-                    if (String(now().map(x => x.dataset.key)) !== key || now()[0].matches('.live')) problems.push([key, now().length]);
-                    seenKeys.push(key);
-                    if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['untold', key]);
-                    for (const other of board.querySelectorAll('input:not([value="0"])')) {{
-                        if (other.name === input.name || !(input.compareDocumentPosition(other) & 4)) continue;  // each pair once
-                        other.click(); await wait();
-                        const second = `${{other.closest('fieldset').dataset.argument}}.${{other.value}}`, state = now()[0];
-                        const wanted = [`${{key}}-${{second}}`, `${{second}}-${{key}}`];
-                        if (now().length !== 1 || !wanted.includes(state.dataset.key)) problems.push([key, second]);
-                        else if (state.matches('.live') === wanted.some(x => states.includes(x))) problems.push(['live', key, second]);
-                        else if (!state.querySelector('pre').textContent.includes('\\n')) problems.push(['no code', key, second]);
-                        else if (!seen(state.querySelector('table, strong, .shape') || document.head)) problems.push(['no result', key, second]);
-                        seenKeys.push(state.dataset.key);
-                        board.querySelector(`input[name="${{other.name}}"][value="0"]`).click(); await wait();
-                    }}
-                }}
-                const missed = states.filter(x => x !== 'defaults' && !seenKeys.includes(x));
-                if (missed.length) problems.push(['never shown', missed]);
-            }}
-            done(problems);
-        }})();""")
-    assert found == []
+    assert browser.run_later(IN_SIGHT + EVERY_PAIR) == []
 
 
 @pytest.mark.parametrize("key", ["add_zero_attn.1-attn_mask.2", "num_heads.2-bias.1-add_zero_attn.1-attn_mask.3"])
