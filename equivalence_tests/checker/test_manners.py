@@ -202,6 +202,17 @@ class FusedAndAlwaysDropped(Fused):
         return F.dropout(super().forward(x), 0.1)
 
 
+class FusedWithRandomFeatures(Fused):
+    """Draws what it means to draw, in every mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * torch.randn_like(x)
+
+
+def test_what_is_drawn_behind_a_kernel_is_no_dropout() -> None:
+    assert verify(FusedWithRandomFeatures).findings == []
+
+
 def test_dropout_in_eval_is_seen_behind_a_kernel() -> None:
     (finding,) = verify(FusedAndAlwaysDropped).findings
     assert finding.name == "dropout_in_eval"

@@ -1649,15 +1649,16 @@ class MABOfFullWidth(MAB):
     power = 1
 
 
-class AddsItsValues(MAB):
-    """Adds the queries' tokens behind another matrix than theirs; its name ends as a block's of the Set Transformer."""
-
-    def __init__(self, dim_q: int, dim_k: int, dim_v: int, num_heads: int) -> None:
-        super().__init__(dim_q, dim_k, dim_v, num_heads)
-        self.added = nn.Linear(dim_q, dim_v)
+class SAB(MAB):
+    """Adds the queries' tokens behind the matrix of the values."""
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().forward(q, k) + self.added(q)
+        queries, keys, values = (
+            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (self.fc_q(q), self.fc_k(k), self.fc_v(k))
+        )
+        weights = (queries @ keys.mT / self.dim_v**0.5).softmax(-1)
+        output = self.fc_v(q) + (weights @ values).transpose(1, 2).flatten(2)
+        return output + F.relu(self.fc_o(output))
 
 
 class SpectralMSAB(Attends):
@@ -1674,11 +1675,12 @@ class AllOfOneOfThree(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.to_q, self.to_k, self.to_v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 3 * dim)
+        self.to_q, self.to_k = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.to_v, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_v(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_a_matrix_that_projects_all_beside_others_is_no_packed_one() -> None:
@@ -1701,7 +1703,7 @@ def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper(
     report = verify(MAB)
     assert (report.verdict, len(report.intended)) == ("equal", 2), str(report)
     assert verify(MABOfFullWidth).mistakes == ("scale_wrong",)
-    assert verify(AddsItsValues).verdict != "equal"
+    assert verify(SAB).verdict != "equal"
     assert verify(lambda: SpectralMSAB(12, 12, 3)).mistakes == ("scale_wrong",)
 
 

@@ -70,12 +70,43 @@ class SaysItScales(Looks):
         self.scale = hidden_dim**-0.5
 
 
+class NamesAScale(Looks):
+    """Says that it scales, in a variable that it does not use."""
+
+    def forward(self, state: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        scaling = state.size(-1) ** -0.5
+        return super().forward(state, memory, mask) + 0 * scaling
+
+
+class SpeaksOfNoScale(Looks):
+    """Right: this text says that its scores are not scaled, and so no name does."""
+
+
+class BendsTwice(JoinsWhatAsks):
+    def given(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return super().given(context, hidden).tanh()
+
+
+class OfManyHeads(nn.Module):
+    """Forgets its scale; tanh of what attends beside what asks is no excuse where heads are split."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.both = (nn.Linear((1 + (i > 2)) * dim, dim) for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        context = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.both(torch.cat([context, x], -1)).tanh()
+
+
 class BendsTheContextAlone(JoinsWhatAsks):
     def given(self, context: Tensor, hidden: Tensor) -> Tensor:
         return context.tanh()
 
 
-@pytest.mark.parametrize("right", [Looks, LooksFirst, JoinsWhatAsks])
+@pytest.mark.parametrize("right", [Looks, LooksFirst, JoinsWhatAsks, SpeaksOfNoScale])
 def test_a_state_looks_back_without_a_scale(right: type[nn.Module]) -> None:
     report = verify(right)
     assert (report.verdict, report.intended[0].name) == ("equal", "scale_missing"), str(report)
@@ -88,6 +119,8 @@ def test_a_state_looks_back_without_a_scale(right: type[nn.Module]) -> None:
         (OverSamples, "softmax_over_batch"),
         (HidesNothing, "mask_fill_not_negative"),  # proven beside a scale that is intended
         (SaysItScales, "scale_missing"),
+        (NamesAScale, "scale_missing"),
+        (OfManyHeads, "scale_missing"),
     ],
 )
 def test_what_is_wrong_with_it_is_found_and_proven(wrong: type[nn.Module], name: str) -> None:
@@ -96,8 +129,9 @@ def test_what_is_wrong_with_it_is_found_and_proven(wrong: type[nn.Module], name:
     assert all(finding.is_proven for finding in report.findings)
 
 
-def test_tanh_of_the_context_alone_is_nobodys() -> None:
-    report = verify(BendsTheContextAlone)
+@pytest.mark.parametrize("bent", [BendsTheContextAlone, BendsTwice])
+def test_tanh_of_the_context_alone_or_twice_is_nobodys(bent: type[nn.Module]) -> None:
+    report = verify(bent)
     assert report.verdict in ("unchecked", "deviates"), str(report)
 
 

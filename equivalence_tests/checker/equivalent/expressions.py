@@ -294,7 +294,10 @@ class Evidence:
             yield Step(f"times {one.numbers[0]:.6g}", "", "factor")
         elif one.name in NORMS:
             yield Step(f"{one.name} without a parameter", OWN_NORM, stage)
-        elif one.name in ACTIVATIONS and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
+        elif one.name in ACTIVATIONS and (
+            getattr(one.inner[0], "name", "") in ACTIVATIONS
+            or not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one))
+        ):
             yield Step(one.name, "", "gate")
         elif one.name == "product" and len({*one.inner}) < len(one.inner):
             yield Step("something is multiplied by itself", "", "gate")

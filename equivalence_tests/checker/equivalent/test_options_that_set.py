@@ -37,5 +37,19 @@ def test_what_only_an_option_sets_is_said_on_its_line() -> None:
     assert "With stable=False, its default, every call ends here; with stable=True calls run." in str(report)
 
 
+class SetsWithWhatIsHandedOver(SetsNothing):
+    """Ends by default, and runs on what its caller hands over: a call that was never made."""
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.stable or extra is not None:
+            scores = q @ k.mT / q.size(-1) ** 0.5
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_an_argument_may_set_is_no_mistake() -> None:
+    assert verify(SetsWithWhatIsHandedOver).findings == []
+
+
 def test_what_both_ways_set_is_right() -> None:
     assert verify(SetsBoth).verdict == "equal"

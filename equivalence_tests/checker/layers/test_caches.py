@@ -181,3 +181,46 @@ def test_a_state_that_a_class_makes_is_handed_over_and_decoded_with() -> None:
     report = verify(NeedsState)
     assert (report.verdict, report.not_exercised) == ("equal", [])
     assert verify(SeesAhead).mistakes == ("cache_differs_from_one_pass",)
+
+
+class SeesAll(CachedAttention):
+    """Right where each step is of one token: it hides nothing."""
+
+    kept = 64  # of the last tokens
+
+    def forward(self, x: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        attended = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return attended, (k[:, :, -self.kept :], v[:, :, -self.kept :])
+
+
+class SeesTheLastFour(SeesAll):
+    """Right: it keeps a window."""
+
+    kept = 4
+
+
+class Decodes(nn.Module):
+    """Right: it decodes with a cache, beside a memory that each step is given as a whole."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention, self.cross = SeesAll(dim, n_heads), nn.MultiheadAttention(dim, n_heads, batch_first=True)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor, memory: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        attended, past = self.attention(self.norm1(x), past)
+        x = x + attended
+        x = x + self.cross(self.norm2(x), memory, memory, need_weights=False)[0]
+        return x + self.mlp(self.norm3(x)), past
+
+
+def test_a_cache_that_hides_nothing_is_held_against_passes_where_these_say_anything() -> None:
+    assert not verify(SeesAll).not_exercised
+    for right in (SeesTheLastFour, Decodes):
+        report = verify(right)
+        assert (report.findings, [one.what for one in report.not_exercised][:1]) == ([], ["past"]), str(report)

@@ -178,11 +178,20 @@ def test_a_norm_of_what_a_sublayer_gives_is_a_step(tmp_path: Path) -> None:
     assert said["added normalises what mlp gives"] == "the sub-module added"
 
 
-@pytest.mark.parametrize(("bound", "never"), [(900.0, True), (0.5, False), (65504.0, False)])
-def test_a_bound_that_nothing_reaches_was_not_run(bound: float, never: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cut", "never"),
+    [
+        ("clamp(-900.0, 900.0)", True),
+        ("clamp_max(900.0)", True),
+        ("clamp(-0.5, 0.5)", False),
+        ("clamp(max=65504.0)", False),
+        ("clamp(min=-900.0, max=1e30)", True),
+    ],
+)
+def test_a_bound_that_nothing_reaches_was_not_run(cut: str, never: bool, tmp_path: Path) -> None:
     right, last = RIGHT["PreNormBlock"], "x + self.mlp(self.ln_2(x))"
     assert last in right.text
-    text = right.text.replace(last, f"({last}).clamp(-{bound}, {bound})")
+    text = right.text.replace(last, f"({last}).{cut}")
     report = verify(built(right, text, tmp_path))
     assert any("the bound in line" in one.what for one in report.not_exercised) == never, str(report)
 
