@@ -86,7 +86,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     if not _attends_to_itself(trial) or trial.plan.positional:
         return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
-    for causal in [*_causal_ways(trial)] or [_sees_all] * trial.plan.self_attention:
+    for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
             answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
             if answer.value is not None:
@@ -95,8 +95,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
                 return [*ran, *refused, *_limits_not_reached(trial)], findings
             error = answer.error  # another way to use this cache may work
             reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error) if error else "")
-    why = next(iter(reasons), "no full pass hides the future, so that steps cannot be compared with it")
-    return [Exercise(name, False, why) for name in names], []
+    return [Exercise(name, False, reasons[0]) for name in names], []
 
 
 def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:

@@ -267,9 +267,7 @@ class Evidence(Conventions):
         if operation.name != "tanh":
             return ""
         graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
-        before = [*graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)]
-        if any(one.name == "tanh" for one in before):
-            return ""
+        before = graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)
         joined = (self._names.before[one.index] for one in before if one.name in JOINS)
         sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
         return OF_LUONG if any(any(side) and not all(side) for side in sides) else ""
