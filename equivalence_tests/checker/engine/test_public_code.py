@@ -1649,6 +1649,10 @@ class MABOfFullWidth(MAB):
     power = 1
 
 
+class MMAB(MAB):
+    """The same, which others call so where it takes a mask."""
+
+
 class SAB(MAB):
     """Adds the queries' tokens behind the matrix of the values."""
 
@@ -1702,6 +1706,7 @@ def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper(
     assert verify(PMA).verdict == "equal"
     report = verify(MAB)
     assert (report.verdict, len(report.intended)) == ("equal", 2), str(report)
+    assert verify(MMAB).verdict == "equal"
     assert verify(MABOfFullWidth).mistakes == ("scale_wrong",)
     assert verify(SAB).verdict != "equal"
     assert verify(lambda: SpectralMSAB(12, 12, 3)).mistakes == ("scale_wrong",)
