@@ -1,5 +1,6 @@
 """verify keeps its manners: whatever the program around it has set, and whatever the code that it runs does."""
 
+import operator
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.engine.checks import run_check
+from equivalence_tests.checker.reporting.report import Report
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -285,3 +288,8 @@ class Nested(nn.Module):
 
 def test_a_class_without_forward_is_told_so() -> None:
     assert verify(Nested).reason == "Nested has no forward: that in its source stands inside another function."
+
+
+def test_a_check_that_fails_by_itself_does_not_count_against_the_code() -> None:
+    result = run_check(operator.matmul, None, Report("it"))  # type: ignore[arg-type]  # no check, and no situation
+    assert (result.outcome, "raised TypeError" in result.detail) == ("skipped", True)

@@ -2205,7 +2205,9 @@ class ThinsItsQueries(SamplesItsQueries):
 
 def test_what_is_sampled_is_no_dropout() -> None:
     assert verify(SamplesItsQueries).verdict == "unchecked"
-    assert verify(ThinsItsQueries).verdict == "deviates"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(43)  # the first draws after it drop nothing
+        assert verify(ThinsItsQueries).verdict == "deviates"
 
 
 class TokensFirst(nn.Module):
