@@ -316,12 +316,17 @@ class Visible(NamedTuple):
 
     def as_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """Build the bias on the scores; None if every query may look at every key."""
-        visible = self.score_bias
         if self.diagonal is not None:
-            visible = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(self.diagonal)
-        if visible is None or visible.is_floating_point():
-            return visible
-        return to_score_bias(visible, q.dtype)
+            hidden = torch.full((q.size(-2), k.size(-2)), -math.inf, dtype=q.dtype, device=q.device)
+            return hidden.triu(self.diagonal + 1)
+        if self.score_bias is None or self.score_bias.is_floating_point():
+            return self.score_bias
+        return to_score_bias(self.score_bias, q.dtype)
+
+    @property
+    def may_blind(self) -> bool:
+        """Whether there may be a query that sees no key: none where query i sees key 0, at least."""
+        return self.score_bias is not None or (self.diagonal is not None and self.diagonal < 0)
 
 
 def visible_from_sdpa(

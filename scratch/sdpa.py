@@ -86,8 +86,8 @@ def textbook_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale:
     """Compute ``functional.attention`` rounded as by torch's MATH backend, with 0 for a query that sees no key."""
     score_bias = visible.as_bias(q, k)
     k, scale_of_q = halve_the_scale(k, scale)
-    if score_bias is None:
-        return attention(q, k, v, None, scale_of_q, dropout_p)[0]
+    if score_bias is None or not visible.may_blind:
+        return attention(q, k, v, score_bias, scale_of_q, dropout_p)[0]
     score_bias, row_sees = open_blind_rows(score_bias)
     context, _ = attention(q, k, v, score_bias, scale_of_q, dropout_p)
     return context * row_sees

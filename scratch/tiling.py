@@ -122,6 +122,8 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     In torch.nn: the broadcasting inside ``F.scaled_dot_product_attention``.
     """
+    if q.dim() == 4 and q.shape[:2] == k.shape[:-2] == v.shape[:-2]:
+        return q, k, v
     q, k, v = (x[(None,) * (4 - x.dim())] for x in (q, k, v))
     batch = max(q.size(0), k.size(0), v.size(0))
     key_heads = max(k.size(1), v.size(1))

@@ -185,25 +185,29 @@ def _grid(x: Tensor, size: int) -> tuple[int]:
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> dict[str, Any]:
     """Name the arguments that all kernels take besides their tensors; those in capitals are compile-time constants."""
-    width, value_width = (max(LEAST_WIDTH, triton.next_power_of_2(x.size(-1))) for x in (q, v))
     return {
         "query_len": q.size(1),
         "key_len": k.size(1),
-        "head_dim": q.size(-1),
-        "v_head_dim": v.size(-1),
         "earliest": sees.earliest,
         "latest": sees.latest,
         "num_heads": sees.num_heads,
+        "HEAD_DIM": q.size(-1),
+        "V_HEAD_DIM": v.size(-1),
         "GROUP": q.size(0) // k.size(0),
         "SCALE": scale,
         "BIAS": sees.score_bias,
-        "WIDTH": width,
-        "VALUE_WIDTH": value_width,
         "ROWS": _rows(q),
         "COLUMNS": COLUMNS,
         "num_warps": 4 if _is_half(q) else 8,
-        "num_stages": 3 if _is_half(q) else 1,
+        "num_stages": _stages(q, v),
     }
+
+
+def _stages(q: Tensor, v: Tensor) -> int:
+    """Count the tiles of keys and values that are on the chip at once: as many as fit there, wide as they are."""
+    if not _is_half(q):
+        return 1
+    return 3 if max(q.size(-1), v.size(-1)) <= 64 else 2
 
 
 def _textbook_gradients(
@@ -223,149 +227,175 @@ def _textbook_gradients(
 @triton.jit
 def _attend_tile(
     q, k, v, context, log_sum_exp,
-    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query_len, key_len, earliest, latest, num_heads,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of queries: FlashAttention-2, algorithm 1."""
     tiles = tl.cdiv(query_len, ROWS)
-    head, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
-    rows = first_row + tl.arange(0, ROWS)
-    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    head, first_row = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     exact = log_sum_exp.dtype.element_ty
-    q_tile = _load(q, head, rows, query_len, dims, head_dim)  # (r, d)
+    q_tile = _load(q, head, first_row, query_len, HEAD_DIM, ROWS, True)  # (r, d)
     row_max = tl.full((ROWS,), LEAST, exact)
     row_sum = tl.zeros((ROWS,), exact)
-    gathered = tl.zeros((ROWS, VALUE_WIDTH), exact)
-    first = tl.maximum(first_row + earliest, 0) // COLUMNS * COLUMNS
-    stop = tl.minimum(tl.minimum(first_row + ROWS, query_len) + latest, key_len)
-    for start in range(first, stop, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k_tile = _load(k, head // GROUP, columns, key_len, dims, head_dim)  # (c, d)
-        v_tile = _load(v, head // GROUP, columns, key_len, value_dims, v_head_dim)
-        scores = _scores(
-            q_tile, k_tile, first_row, start, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
-        )
-        raised = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp(scores - raised[:, None])  # (r, c)
-        shrink = tl.exp(row_max - raised)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        gathered = gathered * shrink[:, None] + _product(weights.to(v_tile.dtype), v_tile)
-        row_max = raised
+    gathered = tl.zeros((ROWS, _padded(V_HEAD_DIM)), exact)
+    spans = _spans(first_row, ROWS, query_len, earliest, latest, COLUMNS, key_len)
+    for part in tl.static_range(3):
+        for start in range(spans[part], spans[part + 1], COLUMNS):
+            k_tile = _load(k, head // GROUP, start, key_len, HEAD_DIM, COLUMNS, part != 1)  # (c, d)
+            v_tile = _load(v, head // GROUP, start, key_len, V_HEAD_DIM, COLUMNS, part != 1)
+            scores = _scores(
+                q_tile, k_tile, first_row, start, head, query_len, key_len, earliest, latest, num_heads,
+                SCALE, BIAS, part != 1,
+            )  # fmt: skip
+            raised = tl.maximum(row_max, tl.max(scores, 1))
+            weights = tl.exp(scores - raised[:, None])  # (r, c)
+            shrink = tl.exp(row_max - raised)
+            row_sum = row_sum * shrink + tl.sum(weights, 1)
+            gathered = _product(weights.to(v_tile.dtype), v_tile, gathered * shrink[:, None])
+            row_max = raised
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that sees no key has gathered 0
-    _store(context, gathered / row_sum[:, None], head, rows, query_len, value_dims, v_head_dim)
+    _store(context, gathered / row_sum[:, None], head, first_row, query_len, V_HEAD_DIM)
+    rows = first_row + tl.arange(0, ROWS)
     tl.store(log_sum_exp + head * query_len + rows, row_max + tl.log(row_sum), mask=rows < query_len)
 
 
 @triton.jit
 def _query_gradients(
     q, k, v, grad_context, log_sum_exp, row_term, grad_q,
-    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query_len, key_len, earliest, latest, num_heads,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of one tile of queries, which collects from the keys that they look at."""
     tiles = tl.cdiv(query_len, ROWS)
-    head, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
-    rows = first_row + tl.arange(0, ROWS)
-    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    q_tile = _load(q, head, rows, query_len, dims, head_dim)
-    grad_rows = _load(grad_context, head, rows, query_len, value_dims, v_head_dim)
-    collected = tl.zeros((ROWS, WIDTH), log_sum_exp.dtype.element_ty)
-    first = tl.maximum(first_row + earliest, 0) // COLUMNS * COLUMNS
-    stop = tl.minimum(tl.minimum(first_row + ROWS, query_len) + latest, key_len)
-    for start in range(first, stop, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k_tile = _load(k, head // GROUP, columns, key_len, dims, head_dim)
-        v_tile = _load(v, head // GROUP, columns, key_len, value_dims, v_head_dim)
-        scores = _scores(
-            q_tile, k_tile, first_row, start, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
-        )
-        _, grad_scores = _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len)
-        collected += _product(grad_scores.to(k_tile.dtype), k_tile)
-    _store(grad_q, collected * SCALE, head, rows, query_len, dims, head_dim)
+    head, first_row = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * ROWS
+    q_tile = _load(q, head, first_row, query_len, HEAD_DIM, ROWS, True)
+    grad_rows = _load(grad_context, head, first_row, query_len, V_HEAD_DIM, ROWS, True)
+    sums = _row(log_sum_exp, head, first_row, query_len, ROWS)
+    terms = _row(row_term, head, first_row, query_len, ROWS)
+    collected = tl.zeros((ROWS, _padded(HEAD_DIM)), log_sum_exp.dtype.element_ty)
+    spans = _spans(first_row, ROWS, query_len, earliest, latest, COLUMNS, key_len)
+    for part in tl.static_range(3):
+        for start in range(spans[part], spans[part + 1], COLUMNS):
+            k_tile = _load(k, head // GROUP, start, key_len, HEAD_DIM, COLUMNS, part != 1)
+            v_tile = _load(v, head // GROUP, start, key_len, V_HEAD_DIM, COLUMNS, part != 1)
+            scores = _scores(
+                q_tile, k_tile, first_row, start, head, query_len, key_len, earliest, latest, num_heads,
+                SCALE, BIAS, part != 1,
+            )  # fmt: skip
+            _, grad_scores = _grad_scores(scores, grad_rows, v_tile, sums, terms)
+            collected = _product(grad_scores.to(k_tile.dtype), k_tile, collected)
+    _store(grad_q, collected * SCALE, head, first_row, query_len, HEAD_DIM)
 
 
 @triton.jit
 def _key_gradients(
     q, k, v, grad_context, log_sum_exp, row_term, grad_k, grad_v,
-    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query_len, key_len, earliest, latest, num_heads,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients of one tile of keys and values, which collect from the queries that look at them."""
     tiles = tl.cdiv(key_len, COLUMNS)
     key_head, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
-    columns = first_column + tl.arange(0, COLUMNS)
-    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    k_tile = _load(k, key_head, columns, key_len, dims, head_dim)
-    v_tile = _load(v, key_head, columns, key_len, value_dims, v_head_dim)
-    of_keys = tl.zeros((COLUMNS, WIDTH), log_sum_exp.dtype.element_ty)
-    of_values = tl.zeros((COLUMNS, VALUE_WIDTH), log_sum_exp.dtype.element_ty)
-    first = tl.maximum(first_column - latest, 0) // ROWS * ROWS
-    stop = tl.minimum(tl.minimum(first_column + COLUMNS, key_len) - earliest, query_len)
+    k_tile = _load(k, key_head, first_column, key_len, HEAD_DIM, COLUMNS, True)
+    v_tile = _load(v, key_head, first_column, key_len, V_HEAD_DIM, COLUMNS, True)
+    of_keys = tl.zeros((COLUMNS, _padded(HEAD_DIM)), log_sum_exp.dtype.element_ty)
+    of_values = tl.zeros((COLUMNS, _padded(V_HEAD_DIM)), log_sum_exp.dtype.element_ty)
+    spans = _spans(first_column, COLUMNS, key_len, -latest, -earliest, ROWS, query_len)
     for head in range(key_head * GROUP, key_head * GROUP + GROUP):
-        for start in range(first, stop, ROWS):
-            rows = start + tl.arange(0, ROWS)
-            q_tile = _load(q, head, rows, query_len, dims, head_dim)
-            grad_rows = _load(grad_context, head, rows, query_len, value_dims, v_head_dim)
-            scores = _scores(
-                q_tile, k_tile, start, first_column, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
-            )
-            weights, grad_scores = _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len)
-            of_values += _product(tl.trans(weights.to(grad_rows.dtype)), grad_rows)
-            of_keys += _product(tl.trans(grad_scores.to(q_tile.dtype)), q_tile)
-    _store(grad_k, of_keys * SCALE, key_head, columns, key_len, dims, head_dim)
-    _store(grad_v, of_values, key_head, columns, key_len, value_dims, v_head_dim)
+        for part in tl.static_range(3):
+            for start in range(spans[part], spans[part + 1], ROWS):
+                q_tile = _load(q, head, start, query_len, HEAD_DIM, ROWS, part != 1)
+                grad_rows = _load(grad_context, head, start, query_len, V_HEAD_DIM, ROWS, part != 1)
+                sums = _row(log_sum_exp, head, start, query_len, ROWS)
+                terms = _row(row_term, head, start, query_len, ROWS)
+                scores = _scores(
+                    q_tile, k_tile, start, first_column, head, query_len, key_len, earliest, latest, num_heads,
+                    SCALE, BIAS, part != 1,
+                )  # fmt: skip
+                weights, grad_scores = _grad_scores(scores, grad_rows, v_tile, sums, terms)
+                of_values = _product(tl.trans(weights.to(grad_rows.dtype)), grad_rows, of_values)
+                of_keys = _product(tl.trans(grad_scores.to(q_tile.dtype)), q_tile, of_keys)
+    _store(grad_k, of_keys * SCALE, key_head, first_column, key_len, HEAD_DIM)
+    _store(grad_v, of_values, key_head, first_column, key_len, V_HEAD_DIM)
+
+
+@triton.jit
+def _spans(first, SIZE: tl.constexpr, length, earliest, latest, OTHER_SIZE: tl.constexpr, other_length):
+    """Cut the places that a tile looks at in three: those before and after the middle hide some of the scores.
+
+    Place i of the tile looks at the places i + earliest ... i + latest of the others. In the middle all scores count,
+    and none needs to be asked, which saves a third of the time.
+    """
+    start = tl.maximum(first + earliest, 0) // OTHER_SIZE * OTHER_SIZE
+    stop = tl.maximum(tl.minimum(tl.minimum(first + SIZE, length) + latest, other_length), start)
+    whole = tl.minimum(tl.cdiv(tl.maximum(first + SIZE - 1 + earliest, 0), OTHER_SIZE) * OTHER_SIZE, stop)
+    seen_by_all = tl.where(first + SIZE <= length, tl.minimum(first + latest + 1, other_length), 0)
+    return start, whole, tl.maximum(whole, seen_by_all // OTHER_SIZE * OTHER_SIZE), stop
 
 
 @triton.jit
 def _scores(
     q_tile, k_tile, first_row, first_column, head,
     query_len, key_len, earliest, latest, num_heads,
-    SCALE: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile, (r, c): q kᵀ * scale + bias, and -inf where the query may not look or there is none."""
+    """Score a tile, (r, c): q kᵀ * scale + bias; at an edge -inf where the query may not look or there is none."""
     scores = _product(q_tile, tl.trans(k_tile)) * SCALE
     num_rows: tl.constexpr = q_tile.shape[0]
     num_columns: tl.constexpr = k_tile.shape[0]
     queries, keys = first_row + tl.arange(0, num_rows)[:, None], first_column + tl.arange(0, num_columns)[None, :]
     if BIAS is not None:
         scores += BIAS(head // num_heads, head % num_heads, queries, keys)
-    # Most tiles hide nothing, and to ask each of their scores would take a fifth of the time.
-    distance = first_column - first_row
-    in_sight = (distance - num_rows + 1 >= earliest) & (distance + num_columns - 1 <= latest)
-    if not (in_sight & (first_row + num_rows <= query_len) & (first_column + num_columns <= key_len)):
+    if EDGE:
         in_reach = (keys - queries >= earliest) & (keys - queries <= latest)
         scores = tl.where(in_reach & (queries < query_len) & (keys < key_len), scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len):
+def _grad_scores(scores, grad_rows, v_tile, sums, terms):
     """Compute the weights again, and give them and the gradient of the scores: weights * (grad_weights - row_term)."""
-    places, inside = head * query_len + rows, rows < query_len
-    weights = tl.exp(scores - tl.load(log_sum_exp + places, mask=inside, other=0.0)[:, None])
+    weights = tl.exp(scores - sums[:, None])
     grad_weights = _product(grad_rows, tl.trans(v_tile))
-    return weights, weights * (grad_weights - tl.load(row_term + places, mask=inside, other=0.0)[:, None])
+    return weights, weights * (grad_weights - terms[:, None])
 
 
 @triton.jit
-def _product(left, right):
+def _product(left, right, added=None):
     """Multiply without first rounding float32 to 10 bits of mantissa, as tensor cores do by default."""
-    return tl.dot(left, right, input_precision="ieee")
+    exact: tl.constexpr = tl.float64 if left.dtype == tl.float64 else tl.float32
+    return tl.dot(left, right, added, input_precision="ieee", out_dtype=exact)
+
+
+@triton.constexpr_function
+def _padded(width):
+    """Round a width up to a power of 2 that the units take."""
+    return max(LEAST_WIDTH, triton.next_power_of_2(width))
 
 
 @triton.jit
-def _load(x, head, rows, length, dims, width):
+def _row(x, head, first, length, SIZE: tl.constexpr):
+    """Load one number for each row of one head of x (n, length), and 0 beyond its end: (r)."""
+    rows = first + tl.arange(0, SIZE)
+    return tl.load(x + head * length + rows, mask=rows < length, other=0.0)
+
+
+@triton.jit
+def _load(x, head, first, length, WIDTH: tl.constexpr, SIZE: tl.constexpr, EDGE: tl.constexpr):
     """Load rows of one head of x (n, length, width), and 0 beyond its ends: (r, d)."""
-    places = (head * length + rows).to(tl.int64)[:, None] * width + dims[None, :]
-    return tl.load(x + places, mask=(rows < length)[:, None] & (dims < width)[None, :], other=0.0)
+    rows, dims = first + tl.arange(0, SIZE)[:, None], tl.arange(0, _padded(WIDTH))[None, :]
+    places = x + (head * length).to(tl.int64) * WIDTH + rows * WIDTH + dims
+    if EDGE or _padded(WIDTH) != WIDTH:
+        return tl.load(places, mask=(rows < length) & (dims < WIDTH), other=0.0)
+    return tl.load(places)
 
 
 @triton.jit
-def _store(x, values, head, rows, length, dims, width):
+def _store(x, values, head, first, length, WIDTH: tl.constexpr):
     """Store rows of one head of x (n, length, width), but for what lies beyond its ends."""
-    places = (head * length + rows).to(tl.int64)[:, None] * width + dims[None, :]
-    inside = (rows < length)[:, None] & (dims < width)[None, :]
-    tl.store(x + places, values.to(x.dtype.element_ty), mask=inside)
+    rows, dims = first + tl.arange(0, values.shape[0])[:, None], tl.arange(0, values.shape[1])[None, :]
+    places = x + (head * length).to(tl.int64) * WIDTH + rows * WIDTH + dims
+    tl.store(places, values.to(x.dtype.element_ty), mask=(rows < length) & (dims < WIDTH))

@@ -216,8 +216,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from scratch import triton_attention as kernels
 
-chosen = {"GROUP": 2, "SCALE": 0.125, "BIAS": None, "WIDTH": 64, "VALUE_WIDTH": 64, "ROWS": 64, "COLUMNS": 64}
-numbers = {"query_len", "key_len", "head_dim", "v_head_dim", "earliest", "latest", "num_heads"}
+chosen = {"HEAD_DIM": 64, "V_HEAD_DIM": 64, "GROUP": 2, "SCALE": 0.125, "BIAS": None, "ROWS": 64, "COLUMNS": 64}
+numbers = {"query_len", "key_len", "earliest", "latest", "num_heads"}
 types = dict.fromkeys(numbers, "i32") | dict.fromkeys(chosen, "constexpr")
 types |= {"log_sum_exp": "*fp32", "row_term": "*fp32"}
 for kernel in (kernels._attend_tile, kernels._query_gradients, kernels._key_gradients):

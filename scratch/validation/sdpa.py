@@ -151,6 +151,8 @@ def _check_sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor, leading: Seq
 
 def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
     """Broadcast two shapes; None if they do not fit (torch.broadcast_shapes raises, and is not traced)."""
+    if first == second:
+        return tuple(first)
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     extra = len(longer) - len(shorter)
     if any(m != n and m != 1 and n != 1 for m, n in zip(longer[extra:], shorter, strict=True)):
