@@ -10,11 +10,12 @@ once, and a tile never leaves the chip: scores and weights are not even written 
 3. ``_key_gradients``: one program for each tile of keys, which goes over the queries that may look at them. It is a
    kernel of its own, since two programs that add to the same gradient would have to wait for each other.
 
-Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, forward
-takes 0.13 ms with a causal mask and 0.40 without, where the textbook takes 2.14 and 1.34, and torch's flash kernel
-0.12; causal training takes 1.35 ms, 4.74 and 0.46, with 24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu).
-At shorter lengths a call takes 0.1 to 0.4 ms whatever is computed. It is meant for half precision: float32 is
-multiplied exactly, not in TF32, which takes several times as long as torch's memory-efficient kernel.
+Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, the kernel
+itself takes 0.13 ms forward, and 0.09 with a causal mask, but its launch from Python takes 0.2 to 0.4 whatever is
+computed: a call takes 0.35 ms and 0.38, where the textbook takes 1.34 and 1.94, and torch's flash kernel 0.08 and 0.07.
+Causal training takes 1.29 ms, 4.55 and 0.47, with 24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu). It is
+meant for half precision: float32 is multiplied exactly, not in TF32, which takes several times as long as torch's
+memory-efficient kernel.
 Triton is the extra ``triton``; with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the
 CPU, slowly.
 
