@@ -464,6 +464,63 @@ class RoundsItsTokens(CastsItsIds):
         return super().tokens(ids).mul(1.0).to(torch.long).double()
 
 
+class Angles(nn.Module):
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(length), 10000.0 ** -(torch.arange(0, width, 2) / width)).repeat(1, 2)
+        self.register_buffer("cosines", angles.cos())
+        self.register_buffer("sines", angles.sin())
+
+    def forward(self, length: int) -> tuple[Any, Any]:
+        return self.cosines[:length], self.sines[:length]  # type: ignore[index]
+
+
+class Turned(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        b, length, width = x.shape
+        q, k, v = self.qkv(x).view(b, length, 3, 3, -1).permute(2, 0, 3, 1, 4)
+        cosines, sines = angles(length)
+        q, k = (y * cosines + torch.cat((-y.chunk(2, -1)[1], y.chunk(2, -1)[0]), -1) * sines for y in (q, k))
+        weights = (q @ k.mT / (width // 3) ** 0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, length, width))
+
+
+class TurnedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.attn = nn.LayerNorm(width), Turned(width)
+
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        return x + self.attn(self.before(x), angles)
+
+
+class OfOneTable(nn.Module):
+    """Hands one module of angles to all its blocks."""
+
+    def __init__(self, vocab_size: int = 31, width: int = 42) -> None:
+        super().__init__()
+        self.tokens, self.angles = nn.Embedding(vocab_size, width), Angles(width // 3, 64)
+        self.blocks = nn.ModuleList(TurnedBlock(width) for _ in range(2))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, self.angles)
+        return self.head(x)
+
+
+def test_a_module_that_is_handed_to_others_is_called_where_it_is_held() -> None:
+    report = verify(OfOneTable)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert report.equivalent.source.count("self.angles(") == 2
+
+
 def test_ids_may_be_cast_and_tokens_may_not() -> None:
     assert verify(CastsItsIds, kind="layers").verdict == "equal"
     assert verify(RoundsItsTokens, kind="layers").verdict not in ("equal", "partial")

@@ -392,7 +392,8 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     """Take over what was found out about a part."""
     outcome = {"equal": "passed", "partial": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
     failed = [c.name for c in part.checks if c.outcome == "failed"]
-    detail = ", ".join(part.mistakes or failed) if outcome == "failed" else " ".join(part.reason.split())
+    known = ", ".join(part.mistakes or failed) if outcome == "failed" else ""
+    detail = known or " ".join(part.reason.split())
     kind = part.kind or kind_of(path, walk.module.get_submodule(path))
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]

@@ -162,12 +162,17 @@ class WholeWriter:
             made = self._made(full, base)
             if made:
                 yield f"self.{name} = {made}"
-                if made in HOLDERS:
-                    yield from (
-                        line.replace("self.", f"self.{name}.", 1)
-                        for line in (*own_lines(child), *self._of_tables(full), *self._children(child, full, base))
-                    )
+                yield from self._held(child, full, base, f"self.{name}")
         yield from self._tied(module) if not path else ()
+
+    def _held(self, child: nn.Module, path: str, base: str, place: str) -> Iterator[str]:
+        """Write what a holder holds, and what the holders in a list do."""
+        if self._made(path, base) in HOLDERS:
+            for line in (*own_lines(child), *self._of_tables(path), *self._children(child, path, base)):
+                yield line.replace("self.", f"{place}.", 1)
+        elif isinstance(child, LISTS):
+            for name, one in child.named_children():
+                yield from self._held(one, f"{path}.{name}", base, place + reached(child, name))
 
     def _tied(self, module: nn.Module) -> Iterator[str]:
         """Write that one parameter has two names."""
@@ -247,7 +252,7 @@ class WholeWriter:
     def _add_call(self, scope: Scope, number: int) -> None:
         """Write the call of a sub-module."""
         call = self.calls[number][0]
-        if self._calls_what_it_is_given(number, scope.path):
+        if self._calls_what_it_is_given(number):
             self.inlined.add(call.path)
             self._fill(scope, number)
             return
@@ -265,11 +270,11 @@ class WholeWriter:
             self._write(number, frozenset(self._maybe(scope, call, module)))
         self._called(scope, number, module, taken)
 
-    def _calls_what_it_is_given(self, number: int, around: str) -> bool:
+    def _calls_what_it_is_given(self, number: int) -> bool:
         """Whether a call runs modules that are not its own, as a residual connection runs its sub-layer."""
-        path = self.calls[number][0].path
-        inside = (self.calls[i][0].path for i in self._inside(number, around))
-        return any(not other.startswith(f"{path}.") for other in inside)
+        call = self.calls[number][0]
+        inside = (x for x, _ in self.calls[number + 1 :] if call.first <= x.first and x.end <= call.end)
+        return any(not x.path.startswith(f"{call.path}.") for x in inside)
 
     def _maybe(self, scope: Scope, call: ModuleCall, module: nn.Module) -> Iterator[str]:
         """Name the arguments of a sub-module that may be None."""

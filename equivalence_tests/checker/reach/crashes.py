@@ -36,6 +36,8 @@ DYNAMIC = re.compile(
 # What torch says of one argument, and of all of them.
 MUST_BE = re.compile(r"argument '\w+' \(position (\d+)\) must be .*, not \w+")
 TAKES = re.compile(r"received an invalid combination of arguments - got \((.*)\), but expected")
+# What Python says of a file that lacks a name; of two that import each other it says more.
+NOT_IN_FILE = re.compile(r"^cannot import name '(\w+)' from '[\w.]+' \([^()]+\)$")
 USED = re.compile(r"not (callable|subscriptable)")
 OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
@@ -175,6 +177,8 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault(f"no line of {Path(path).name} defines or imports {name}", f"Import or define {name}.")
         case ImportError(path=itself) if itself == path and name == last.tb_frame.f_globals.get("__name__"):
             return Fault(f"{Path(path).name} imports itself", "Leave this import out.")
+        case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
+            return _not_in_file(other, wanted[1])
         case AttributeError(obj=ModuleType() as module):
             return _not_in_module(module, name)
         case AttributeError(obj=torch.Tensor()) if not any(hasattr(one, name) for one in (np.ndarray, str, list, dict)):
@@ -299,6 +303,16 @@ def _may_be_defined(name: str, last: TracebackType) -> bool:
     return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, nodes_in(path))
 
 
+def _not_in_file(path: str, name: str) -> Fault | None:
+    """Say that a file of the user's has nothing of the name that another takes from it."""
+    if DYNAMIC.search("".join(linecache.getlines(path))) or any(_gives(node, name) for node in nodes_in(path)):
+        return None
+    beside = (x for x in (*Path(path).parent.glob("*.py"), *Path(path).parent.parent.glob("*/*.py")))
+    homes = (x for x in beside if re.search(rf"^(def|class) {name}\b", x.read_text(errors="replace"), re.MULTILINE))
+    fix = next((f"Import it from {one.name}, which defines it." for one in homes), f"Define {name} there.")
+    return Fault(f"no line of {Path(path).name} defines or imports {name}", fix)
+
+
 def _not_in_module(module: ModuleType, name: str) -> Fault | None:
     """Say that torch, numpy or Python's own library has no such thing, but something of nearly the same name."""
     root = module.__name__.partition(".")[0]
@@ -398,4 +412,5 @@ def _writes_out_a_call(last: TracebackType) -> bool:
     names = {**last.tb_frame.f_globals, **last.tb_frame.f_locals}
     called = named(own.args[0] if through else own.func, names)
     made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
-    return is_users(getattr(getattr(made, "__code__", None), "co_filename", TORCH))
+    code = getattr(made, "__code__", None)
+    return code is not None and (is_users(code.co_filename) or code.co_filename.startswith(TORCH))

@@ -73,6 +73,12 @@ OWN = {
         "Pass what is taken there.",
         {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
     ),
+    "as many arguments as no function of torch takes": ("return F.softmax(x, -1, 2, 3, 4)", "what is taken there", {}),
+    "an argument that a module of torch does not have": (
+        "return x",
+        "what is taken there",
+        {"built": "self.gelu = nn.GELU(inplace=False)\n"},
+    ),
     "an argument too many through map": (
         "def split(t):\n    return t\nq, k = map(split, x, x)\nreturn q",
         "Pass what is taken there.",
@@ -113,7 +119,6 @@ OTHERS = {
         {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
     ),
     "arguments of a function that is not the user's": ("return torch.ones(x, 3)", {}),
-    "as many arguments as no function of torch takes": ("return F.softmax(x, -1, 2, 3, 4)", {}),
     "sizes that do not fit": ("return x @ x", {}),
     "a number that a caller chooses": ("return x / torch.sqrt(self.scale)", {"built": "self.scale = dim * 1.0\n"}),
     "an argument that a branch overwrites": ("if x is None:\n    part = 3\nreturn self.project(part)", {}),
@@ -192,3 +197,31 @@ def test_a_line_that_no_version_of_python_reads_is_found(tmp_path: Path, line: s
     report = verify(f"{tmp_path / 'mine.py'}:attention")
     assert report.verdict == verdict
     assert [one.line.number for one in report.findings if one.line] == [6] * (verdict == "deviates")
+
+
+@pytest.mark.parametrize(
+    ("windows", "fix"),
+    [
+        ("def merge(x):\n    return x\n", "Define split there."),
+        ("split = globals().get('split')\n", None),
+        ("def split(x):\n    return x\n", None),
+    ],
+)
+def test_a_name_that_a_file_beside_lacks_is_found(tmp_path: Path, windows: str, fix: str | None) -> None:
+    (tmp_path / "windows.py").write_text(windows)
+    (tmp_path / "model.py").write_text(
+        f"{HEAD}from windows import split\n\n\n{CLASS}{BUILT}        return self.project(x)\n"
+    )
+    assert [one.fix for one in verify(f"{tmp_path / 'model.py'}:Mine").findings] == ([fix] if fix else [])
+    sys.modules.pop("windows", None)
+
+
+def test_the_file_that_has_a_name_is_said(tmp_path: Path) -> None:
+    (tmp_path / "windows.py").write_text("")
+    (tmp_path / "helpers.py").write_text("def split(x):\n    return x\n")
+    (tmp_path / "model.py").write_text(
+        f"{HEAD}from windows import split\n\n\n{CLASS}{BUILT}        return self.project(x)\n"
+    )
+    (finding,) = verify(f"{tmp_path / 'model.py'}:Mine").findings
+    assert finding.fix == "Import it from helpers.py, which defines it."
+    sys.modules.pop("windows", None)
