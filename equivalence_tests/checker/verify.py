@@ -23,6 +23,7 @@ from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
+from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reach.tried import TRIED
@@ -150,6 +151,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     with preserved_global_state() as printed:
         ABSENCES.forget()
         CRASHES.forget()
+        REGISTERING.forget()
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
             reports = checked()
@@ -162,6 +164,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
             reports = [Report(name, reason=f"The check stopped with {said(error)}{own}")]
     for report in reports:
         _add_crashes(report)
+        _add_unregistered(report)
         report.findings = list(_each_once(report.findings))
         ABSENCES.tell(report)
         if printed.getvalue().strip():
@@ -179,6 +182,16 @@ def _add_crashes(report: Report) -> None:
         found_mistake("line_raises", {"said": x.said, "change": x.fix}, stack=x.stack, evidence=f"{x.why}.")
         for x in crashes
     ]
+
+
+def _add_unregistered(report: Report) -> None:
+    """Report the modules that were found in plain lists."""
+    for one in REGISTERING.found:
+        facts = {"what": f"self.{one.name}", "kind": one.kind, "to": f"nn.Module{one.kind.title()}"}
+        facts["to"] = facts["to"].replace("Tuple", "List")
+        evidence = f"parameters() and state_dict() name none of the {one.weights} parameters in it."
+        report.findings.append(found_mistake("modules_not_registered", facts, stack=one.stack, evidence=evidence))
+        report.verdict, report.reason = "deviates", ""
 
 
 def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:

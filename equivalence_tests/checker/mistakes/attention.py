@@ -780,6 +780,20 @@ CALLS = (
         "Make the layer in __init__.",
         ("self.v_proj(value)", "nn.Linear(value.size(-1), value.size(-1), dtype=value.dtype)(value)"),
     ),
+    _project(
+        "modules_not_registered",
+        "The modules in {what} are not registered, so that they are never trained, saved or moved to a device.",
+        ("{what} is a {kind}", "{what} is an {to}"),
+        "Make it an {to}.",
+        (
+            "self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(3))",
+            "self.projections = [nn.Linear(embed_dim, embed_dim) for _ in range(3)]",
+        ),
+        (
+            "self.q_proj(query), self.k_proj(key), self.v_proj(value)",
+            "(project(x) for project, x in zip(self.projections, (query, key, value)))",
+        ),
+    ),
     _output(
         "weights_not_those_used",
         "The attention maps that are returned are not the weights that were used.",

@@ -46,6 +46,7 @@ from equivalence_tests.checker.reach.proposing import (
     ranked,
     used_as,
 )
+from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.state import prepare
 from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in, source_of
@@ -237,6 +238,8 @@ def _first_that_builds(
             if target is TRIED.target:
                 CRASHES.note(error)
             continue
+        if target is TRIED.target:
+            REGISTERING.register(instance)
         TRIED.built(Try(target, (), arguments), instance)
         return instance
     return None

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.reach.arguments import SIZES, Sizes
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.tried import TRIED, Try
 
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
@@ -90,7 +91,9 @@ class Subject:
         if self.module is None or self.built:  # a lambda in a copy would still read the weights of the original
             return self.function
         try:
-            return copy.deepcopy(self.module)
+            made = copy.deepcopy(self.module)
+            REGISTERING.register(made)
+            return made
         except Exception:  # some modules cannot be copied
             if not self.trained:
                 return self.module

@@ -1,0 +1,69 @@
+"""Modules in plain lists are found and registered; those that are hidden on purpose, or held elsewhere, are not."""
+
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests import verify
+from equivalence_tests.checker.reach.loading import load
+
+TEXT = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim=12, heads=3):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        b, length, dim = x.shape
+        q, k, v = self.qkv(x).view(b, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / (dim // self.heads) ** 0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, length, dim))
+
+
+class Encoder(nn.Module):
+    def __init__(self, dim=12, heads=3, depth=2):
+        super().__init__()
+        made = [(nn.LayerNorm(dim), Attention(dim, heads)) for _ in range(depth)]
+        KEPT
+
+    def forward(self, x):
+        for norm, attention in LOOP:
+            x = x + attention(norm(x))
+        return x
+"""
+HELD = "self.held = nn.ModuleList(x for pair in made for x in pair)"
+
+
+@pytest.mark.parametrize(
+    ("kept", "loop", "kind"),
+    [
+        ("self.layers = made", "self.layers", "List"),
+        ("self.layers = {str(i): x for i, x in enumerate(made)}", "self.layers.values()", "Dict"),
+        ("self.layers = tuple(made)", "self.layers", "List"),
+        (f"self.layers = made; {HELD}", "self.layers", ""),
+        ("self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in made)", "self.layers", ""),
+        ("self._layers = made", "self._layers", ""),
+        ("[x.requires_grad_(False) for pair in made for x in pair]; self.layers = made", "self.layers", ""),
+    ],
+)
+@pytest.mark.parametrize("as_instance", [False, True])
+def test_modules_in_plain_lists_are_found(tmp_path: Path, kept: str, loop: str, kind: str, as_instance: bool) -> None:
+    (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", kept).replace("LOOP", loop))
+    target = f"{tmp_path / 'mine.py'}:Encoder"
+    report = verify(load(target)() if as_instance else target)
+    found = [one for one in report.findings if one.name == "modules_not_registered"]
+    assert [one.want for one in found] == ([f"self.layers is an nn.Module{kind}"] if kind else [])
+    assert [one.line.text for one in found if one.line] == ([kept] if kind else [])
+    assert report.verdict == "deviates" or not kind
+
+
+def test_the_instance_that_is_handed_over_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", "self.layers = made").replace("LOOP", "self.layers"))
+    model = load(f"{tmp_path / 'mine.py'}:Encoder")()
+    verify(model)
+    assert type(model.layers) is list
