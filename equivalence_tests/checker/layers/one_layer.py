@@ -22,7 +22,7 @@ from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
-from equivalence_tests.checker.reach.plans import Errors, crossed, trials_of
+from equivalence_tests.checker.reach.plans import Errors, crossed, positioned, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
@@ -95,6 +95,11 @@ def with_memory(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
         wiring = _followed(walk, [trial], layer)[1]
         if not (wiring.mistakes or wiring.unread):
             yield trial
+
+
+def with_positions(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
+    """Give the way to call a layer with positions that may be left out."""
+    yield from filter(None, map(positioned, ways_to_call(layer, walk.sizes, Errors())[:1]))
 
 
 def _doubts(wiring: Wiring) -> tuple[int, bool]:

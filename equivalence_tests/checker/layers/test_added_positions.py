@@ -59,3 +59,94 @@ def test_positions_that_are_added_elsewhere_are_not_passed_over(old: str, new: s
     (tmp_path / "theirs.py").write_text(TEXT.replace(old, new), encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:Layer")
     assert report.verdict in ("deviates", "unchecked"), str(report)
+
+
+OPTIONAL = TEXT.replace("pos, query_pos)", "pos=None, query_pos=None)")
+for old, new in (("y + query_pos", "self.at(y, query_pos)"), ("memory + pos", "self.at(memory, pos)")):
+    OPTIONAL = OPTIONAL.replace(old, new)
+OPTIONAL += """
+    def at(self, x, pos):
+        return x if pos is None else x + pos
+"""
+
+
+def test_a_layer_that_may_do_without_positions_is_held_without_and_with_them(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(OPTIONAL, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    assert (report.verdict, report.not_exercised, len(report.intended)) == ("equal", [], 2), str(report)
+    assert report.equivalent is not None
+    compared = " ".join(report.equivalent.compared)
+    assert "with pos and query_pos" in compared
+    assert "without pos and query_pos" in compared
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("memory, pos), memory", "memory, pos), self.at(memory, pos)", "queries, keys, values of cross (line 18:"),
+        ("x if pos is None else", "x.flip(0) if pos is None else", "line 22"),
+        ("x if pos is None else", "2 * x if pos is None else", "line 22"),
+        ("else x + pos", "else x - pos", "line 22"),
+    ],
+)
+def test_what_is_wrong_without_or_with_positions_is_not_passed_over(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    assert old in OPTIONAL
+    (tmp_path / "theirs.py").write_text(OPTIONAL.replace(old, new), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+    blamed = [f"line {one.line.number}" for one in report.findings if one.line]
+    assert said in report.reason or said in blamed, str(report)
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, d_model, nhead):
+        super().__init__()
+        self.nhead, self.packed, self.out = nhead, nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x, pos=None):
+        x = x if pos is None else 3 * x + pos
+        q, k, v = self.packed(x).unflatten(-1, (3, self.nhead, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model, nhead, dim_feedforward):
+        super().__init__()
+        self.attn = Attention(d_model, nhead)
+        self.n1, self.n2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.lin1, self.lin2 = nn.Linear(d_model, dim_feedforward), nn.Linear(dim_feedforward, d_model)
+
+    def forward(self, x, pos=None):
+        x = x + self.attn(self.n1(x), pos)
+        return x + self.lin2(torch.relu(self.lin1(self.n2(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, d_model, nhead, dim_feedforward):
+        super().__init__()
+        self.layer = Layer(d_model, nhead, dim_feedforward)
+        self.table = nn.Embedding(64, d_model)
+
+    def forward(self, x):
+        return self.layer(x, self.table(torch.arange(x.size(1))).expand(len(x), -1, -1))
+"""
+
+
+@pytest.mark.parametrize("name", ["Layer", "Stack"])
+def test_what_an_attention_does_with_positions_that_it_was_not_checked_with_is_no_equal(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.py").write_text(OWN, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:{name}")
+    assert report.verdict == "partial", str(report)
+    assert any(one.what.startswith("pos of ") and one.what.endswith("attn") for one in report.not_exercised), str(
+        report
+    )

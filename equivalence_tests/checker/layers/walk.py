@@ -1,6 +1,6 @@
 """What is known of a layer or a model while it is walked through, and the report that receives it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
-from equivalence_tests.checker.parts.kinds import atoms_of
+from equivalence_tests.checker.parts.kinds import EXAMINED, atoms_of, is_torchs, kind_of, runs
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.subject import Adapter
@@ -33,6 +33,7 @@ class Walk:
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
         unread: The parts that could not be read, each by what it shares with others.
+        untried: The arguments of each part with which it could not be checked by itself.
         intended: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         held: Gives the same reports, each compared with torch's own program.
@@ -50,6 +51,7 @@ class Walk:
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     unread: set[tuple[Any, ...]] = field(default_factory=set)
+    untried: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
     held: Callable[[], dict[str, Report]] = dict
     ran: Run | None = None
@@ -121,6 +123,33 @@ def one_of_each(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mo
     for path, child in found:
         first.setdefault(mark_of(child), (path, child))
     return list(first.values())
+
+
+def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List one of each kind of layer: the innermost modules that hold an attention and a feed-forward.
+
+    Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
+    """
+    found = list(_holding(module, lambda kinds: "attention" in kinds and _has_feed_forward(kinds)))
+    found = found or list(
+        _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
+    )
+    outer = {path for path, _ in found for other, _ in found if is_inside(other, path)}
+    return one_of_each(item for item in found if item[0] not in outer)
+
+
+def _has_feed_forward(kinds: list[str]) -> bool:
+    return "feed_forward" in kinds or kinds.count("") > 1
+
+
+def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+    for path, child in module.named_modules():
+        named = path and kind_of(path, child) in EXAMINED  # the whole is read as a layer, whatever its name says
+        if named or not runs(child) or isinstance(child, nn.Sequential) or is_torchs(child):
+            continue
+        kinds = list(atoms_of(child).values())
+        if wanted(kinds):
+            yield path, child
 
 
 def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:

@@ -25,8 +25,14 @@ from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_wit
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
-from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call, with_memory
-from equivalence_tests.checker.layers.walk import Walk, is_inside, mark_of, one_of_each, recorded
+from equivalence_tests.checker.layers.one_layer import (
+    add_idle_arguments,
+    add_layer,
+    ways_to_call,
+    with_memory,
+    with_positions,
+)
+from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, one_of_each, recorded
 from equivalence_tests.checker.layers.wholes import (
     Whole,
     hold_whole,
@@ -42,7 +48,6 @@ from equivalence_tests.checker.parts.kinds import (
     is_attention_alone,
     is_torchs,
     kind_of,
-    runs,
 )
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.arguments import Sizes
@@ -157,7 +162,7 @@ def _add_all_parts(walk: Walk) -> list[nn.Module]:
         _add_child(walk, path, child)
     _add_inline(walk)
     _add_masks_made_inside(walk)
-    layers = _layers(module)
+    layers = layers_of(module)
     for path, layer in layers:
         add_layer(walk, path, layer)
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
@@ -176,6 +181,9 @@ def _judged_as_a_whole(walk: Walk, run: ModelRun | None, subject: Subject) -> Re
         _hold(report, whole)
         if report.verdict == "partial":
             hold_with_memory(report, whole, with_memory(walk, walk.module))
+        if report.verdict == "partial":
+            for other in whole.handed_positions(report, with_positions(walk, walk.module)):
+                _hold(report, other)
     return report
 
 
@@ -200,7 +208,9 @@ def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
     kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
-    return Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
+    untried = {path: walk.untried.get(mark_of(module.get_submodule(path)), set()) for path in kinds}
+    known = walk.heads, walk.masks, untried, walk.intended
+    return Whole(report.target, subject.function, module, run, kinds, parts, *known)
 
 
 def _hold(report: Report, whole: Whole) -> None:
@@ -215,7 +225,7 @@ def _hold(report: Report, whole: Whole) -> None:
             for check in report.checks
         ]
         report.reason, report.suspected = "", []
-    if report.verdict in ("equal", "unchecked") and not report.reason:
+    if report.verdict != "deviates" and not report.reason:
         report.verdict = "partial" if report.not_exercised else "equal"
 
 
@@ -365,6 +375,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         part = _as_called_here(walk, path, child, part)
     part.intended = [one for one in part.intended if not outside or one.reason != outside]  # nothing is amiss
     walk.contained[mark_of(child)] = _adds_residual(part)
+    walk.untried[mark_of(child)] = {one.what for one in part.not_exercised}
     if part.verdict == "unchecked":
         walk.unread.add(mark_of(child))
     if part.equivalent is not None and part.equivalent.source and part.verdict in ("equal", "partial"):
@@ -412,33 +423,6 @@ def _adds_residual(part: Report) -> bool | None:
         return None
     named = (*part.mistakes, *(one.name for one in part.intended))
     return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in named)
-
-
-def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List one of each kind of layer: the innermost modules that hold an attention and a feed-forward.
-
-    Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
-    """
-    found = list(_holding(module, lambda kinds: "attention" in kinds and _has_feed_forward(kinds)))
-    found = found or list(
-        _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
-    )
-    outer = {path for path, _ in found for other, _ in found if is_inside(other, path)}
-    return one_of_each(item for item in found if item[0] not in outer)
-
-
-def _has_feed_forward(kinds: list[str]) -> bool:
-    return "feed_forward" in kinds or kinds.count("") > 1
-
-
-def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
-    for path, child in module.named_modules():
-        named = path and kind_of(path, child) in EXAMINED  # the whole is read as a layer, whatever its name says
-        if named or not runs(child) or isinstance(child, nn.Sequential) or is_torchs(child):
-            continue
-        kinds = list(atoms_of(child).values())
-        if wanted(kinds):
-            yield path, child
 
 
 def _add_mask_methods(walk: Walk) -> None:

@@ -187,7 +187,7 @@ class Follower:
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
         """Tokens that an attention is given, and that are made of no argument."""
         if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
-            self.sums.made_of_none(path, self._names(x))
+            self.sums.made_of_none(path, self._names(x), self._names(x) in self.added)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
         """A part, or one of torch's functions in its place."""
@@ -195,7 +195,7 @@ class Follower:
             self.sums.used(value, path)
             self.sums.positioned(value, kind, path)
         if kind == "attention":
-            self.sums.attended(path, data)
+            self.sums.attended(path, data, frames)
         self.sums.behind(data[0], kind, path, self.module)
         if kind == "linear" and self.labels.kind(data[0]) == "given":
             kind = "embedding"  # of features, or of patches

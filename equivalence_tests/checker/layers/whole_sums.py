@@ -20,8 +20,9 @@ from equivalence_tests.checker.layers.whole_values import (
     keeps_rows,
     lies_in_order,
 )
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
+ROLES = "queries", "keys", "values"
 GIVEN = ("given", "embedding", "table", "positions", "added")
 EXEMPT = (*GIVEN, "activation", "product", "piece", "pool", "softmax", "tokens")
 
@@ -121,15 +122,12 @@ class Sums:
         both = self.labels.made[value.only].words, path
         return self.paths.issuperset(both) and len({x.rpartition(".")[0] for x in both}) == 1
 
-    def attended(self, path: str, data: list[Value]) -> None:
+    def attended(self, path: str, data: list[Value], frames: Frames) -> None:
         """Ask what an attention takes: one stream, or keys and values of a memory, and where positions are added."""
         query, *others = (replace(x, terms=self.labels.bare(x.terms)) for x in data)
         named = [self.labels.added(x) for x in data]
         if any(named):
-            names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))
-            as_in_detr = [*map(bool, named)] == [True, True, False]
-            where = f"the queries and keys of {path}, not to its values" if as_in_detr else f"what {path} takes"
-            self.say(f"{names}: added to {where}", "scores", "the name of the argument says positions" * as_in_detr)
+            self._say_where_positions_are_added(path, named, frames)
         if query.terms not in self.labels.streams:
             self.say(f"{path} reads what is not the stream of tokens", "project")
         for other in others:
@@ -138,6 +136,14 @@ class Sums:
                 self.say(f"{path} takes keys or values from another tensor than its queries", "project")
         if len(others) > 1 and not others[0].is_same(others[1]):
             self.say(f"{path} takes values from another tensor than its keys", "project")
+
+    def _say_where_positions_are_added(self, path: str, named: Sequence[Sequence[str]], frames: Frames) -> None:
+        names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))
+        as_in_detr = [*map(bool, named)] == [True, True, False]
+        taken = ", ".join(role for role, added in zip(ROLES, named, strict=False) if added)
+        where = f"the {taken} of {path}" if len(named) == len(ROLES) else f"what {path} takes"
+        where = f"the queries and keys of {path}, not to its values" if as_in_detr else f"{where}{_at(frames)}"
+        self.say(f"{names}: added to {where}", "scores", "the name of the argument says positions" * as_in_detr)
 
     def positioned(self, value: Value, kind: str, path: str) -> None:
         """Say that positions are added to what a part takes; an attention is asked where."""
@@ -163,8 +169,11 @@ class Sums:
         if kind == "linear" and before in ("linear", "feed_forward"):
             self.say(f"{path} stands behind another matrix with nothing between", "project")
 
-    def made_of_none(self, path: str, name: str) -> None:
-        """Say that a part takes tokens that are learnt, or of unknown origin."""
+    def made_of_none(self, path: str, name: str, positions: bool = False) -> None:
+        """Say that a part takes tokens that are learnt, or of unknown origin, or positions, which it may add itself."""
+        if positions:
+            self.say(f"{path} is handed {name} beside the tokens", "scores", "the name of the argument says positions")
+            return
         said = f"the parameter {name}" if name else ""
         self.say(f"{path} takes tokens that are made of none that are given", "project", said)
 
@@ -183,9 +192,7 @@ class Sums:
 
     def say_strange(self, operation: Operation) -> None:
         """Note an operation between the parts, with its line."""
-        line = code_lines(operation.frames)[-1:]
-        where = f" (line {line[0].number}: {line[0].text})" if line else ""
-        self.say(f"{operation.name} between the parts{where}", "project")
+        self.say(f"{operation.name} between the parts{_at(operation.frames)}", "project")
 
     def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
         """Say what is strange in how often parts take part, and in what follows them.
@@ -250,3 +257,9 @@ class Sums:
     def say(self, words: str, stage: str, evidence: str = "") -> None:
         """Note something that torch's layers do not have."""
         self.found.append(Step(words, evidence, stage))
+
+
+def _at(frames: Frames) -> str:
+    """Name the user's line that did something; "" where it is none."""
+    line = code_lines(frames)[-1:]
+    return f" (line {line[0].number}: {line[0].text})" if line else ""

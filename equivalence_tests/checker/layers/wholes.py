@@ -26,11 +26,11 @@ from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import are_single
 from equivalence_tests.checker.layers.masks import Mask
-from equivalence_tests.checker.layers.whole_calls import Calls
+from equivalence_tests.checker.layers.whole_calls import Calls, bound
 from equivalence_tests.checker.layers.whole_source import WholeWriter
 from equivalence_tests.checker.layers.whole_steps import NOT_FOLLOWED, Follower
 from equivalence_tests.checker.layers.whole_torchs import TorchsLayer
-from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, role_of_parameter
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.model_calls import ModelRun, run_layer
@@ -42,6 +42,8 @@ from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 WORDS = "a Transformer of torch's parts", "one"
+UNTRIED = "it is handed over here, and by itself it could not be checked with that"
+HANDED = "it was handed over, and compared with a program of torch's parts"
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Whole:
         parts: The equivalents of its parts, by path.
         heads: How many heads a mask may be repeated for.
         masks: The masks that it is known to take.
+        untried: The arguments of each part with which it could not be checked by itself.
         intended: What the user says is intended, by name, each with the reason.
     """
 
@@ -68,7 +71,9 @@ class Whole:
     parts: Mapping[str, Equivalent]
     heads: int = 1
     masks: Sequence[Mask] = ()
+    untried: Mapping[str, set[str]] = field(default_factory=dict)
     intended: Mapping[str, str] = field(default_factory=dict)
+    plain: Calls | None = None  # the same without the positions that it is handed, where these may be left out
     steps: tuple[Step, ...] = ()
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     worst: Difference = field(init=False)
@@ -80,6 +85,24 @@ class Whole:
         return Calls(
             self.module, self.run, self.heads, [mask for mask in self.masks if mask.form is not None and mask.reached]
         )
+
+    @property
+    def positions(self) -> set[str]:
+        """The positions that may be left out."""
+        both = [] if self.plain is None else [calls.recorded(0, False).kwargs for calls in (self.calls, self.plain)]
+        return {*both[0]} - {*both[1]} if both else set()
+
+    def handed_positions(self, report: Report, trials: Iterable[Trial]) -> Iterator["Whole"]:
+        """Give the whole as it is called with positions that no call has handed over, if there is a way."""
+        left = [one.what for one in report.not_exercised if ADDED_POSITIONS.search(one.what.partition(" ")[0].lower())]
+        for trial in trials if left else ():
+            yield replace(self, run=run_layer(trial), plain=self.calls, steps=(), runs={}, why="")
+
+    def given_to(self, path: str) -> set[str]:
+        """Name the arguments in which a part, or with "" the whole, is given tensors."""
+        calls = [call for run in self.runs.values() for call in run.recorder.calls if call.path == path]
+        given = [bound(self.module.get_submodule(path), call.args, call.kwargs) for call in calls]
+        return {name for one in given for name, x in one.items() if isinstance(x, Tensor)}
 
     def equivalent(self) -> Equivalent:
         """Read the program, write it down, and compare it.
@@ -100,6 +123,9 @@ class Whole:
                     continue
                 if found.agrees:
                     return found
+        if self.plain is not None and (found is None or not found.agrees):  # one program for the positions alone
+            self.plain = None
+            return self.equivalent()
         if found is None:
             raise why
         return found
@@ -161,7 +187,7 @@ class Whole:
     def _written(self, masked: bool, parts: Mapping[str, Equivalent]) -> WholeWriter:
         optional = {mask.name for mask in self.calls.masks if masked and self._may_be_none(mask.name)}
         recorders = self._run(0, masked).recorder, self._run(1, masked).recorder
-        return WholeWriter(self.module, recorders, parts, optional)
+        return WholeWriter(self.module, recorders, parts, optional | self.positions)
 
     def _may_be_none(self, name: str) -> bool:
         found = inspect.signature(self.module.forward).parameters.get(name)
@@ -171,7 +197,11 @@ class Whole:
     def _compared(self, source: str, handed: tuple[str, ...], masked: bool) -> Equivalent:
         steps = tuple((step.words, step.evidence) for step in self.steps)
         program = Equivalent(source, "", source_of(self.function), handed, steps)
-        calls = self.calls.compared(masked)
+        calls = [*self.calls.compared(masked)]
+        if self.plain is not None:
+            names = " and ".join(sorted(self.positions))
+            calls = [(f"{words} with {names}", call, seed) for words, call, seed in calls]
+            calls += [(f"{words} without {names}", call, seed) for words, call, seed in self.plain.compared(masked)]
         masks = {*self.run.masks}
         cases = (Case(replace(call, seeds=_seeds(call, masks)), None, words, seed) for words, call, seed in calls)
         found = held(WrittenPart(program), cases, joined_output, self._tolerance(masked))
@@ -209,6 +239,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     except UnreadError as why:
         unread(report, str(why))
         return False
+    report.coverage = [_as_handed(one, whole) for one in report.coverage]
     if not found.agrees:
         differs(report, whole.worst)
         return False
@@ -216,7 +247,16 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
+    left = (f"{name} of {path}" for path, names in whole.untried.items() for name in names & whole.given_to(path))
+    report.coverage += [Exercise(one, False, UNTRIED) for one in sorted(left)]
     return True
+
+
+def _as_handed(one: Exercise, whole: Whole) -> Exercise:
+    """Say of an argument that no call of a layer by itself has given that the whole hands it over, if it does."""
+    name, _, path = one.what.partition(" of ")
+    is_part = not one.exercised and path in dict(whole.module.named_modules())
+    return replace(one, exercised=True, detail=HANDED) if is_part and name in whole.given_to(path) else one
 
 
 def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> None:

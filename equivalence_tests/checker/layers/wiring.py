@@ -418,10 +418,10 @@ class _Stream:
         return all(self.labels.made[label].kind != "strange" for label, _ in value.terms)
 
     def _of_memory(self, x: Terms) -> bool:
-        """Whether it is the memory, or what parts made of that alone."""
-        step = self.steps.get(x[0][0]) if len(x) == 1 and self.memory else None
-        made = step is not None and all(self._of_memory(one.terms) for one in step.inputs)
-        return made or x == _one(self.memory)
+        """Whether it is the memory, times any number, or what parts made of that alone."""
+        label = x[0][0] if len(x) == 1 and self.memory else ""
+        made = label in self.steps and all(self._of_memory(one.terms) for one in self.steps[label].inputs)
+        return made or (label == self.memory != "")
 
     def _normalised(self, x: Terms) -> Terms | None:
         """What a LayerNorm was given, if x is what one gave."""

@@ -180,6 +180,16 @@ def crossed(trial: Trial) -> Trial | None:
     return next((working for one in tried for working in _working(one, Errors())), None)
 
 
+def positioned(trial: Trial) -> Trial | None:
+    """Give the way to call with positions that may be left out, one vector for each token; None if there is none."""
+    given, parameters = dict(trial.plan.roles), parameters_of(trial.function)
+    optional = [p.name for p in parameters if p.default is None and ADDED_POSITIONS.search(p.name.lower())]
+    names = {name for name in optional if name not in given and not trial.plan.positional}
+    ways = _added_positions({**given, **dict.fromkeys(sorted(names), "=0")}, names)
+    plans = (replace(trial.plan, roles=(*trial.plan.roles, *way.items())) for way in ways)
+    return next((one for plan in plans for one in _working(replace(trial, plan=plan), Errors())), None)
+
+
 def other_masks(trial: Trial) -> Iterator[Trial]:
     """Give the ways to call with each mask that is left out; the one that is not hides nothing then."""
     plan, first = trial.plan, trial.plan.mask_parameter
