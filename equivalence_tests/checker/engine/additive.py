@@ -1,5 +1,6 @@
 """Recognise additive attention, whose scores are no products of queries and keys."""
 
+from equivalence_tests.checker.engine.identities import JOINS
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -24,14 +25,15 @@ def additive(run: Run, is_read: bool) -> str:
     before = [*run.graph.ancestors(weighs.inputs[0], weighs.index, lambda operation: operation.inputs)]
     if any(op.name in CONTRACTIONS and _of_two(run, op) for op in before):
         return ""
-    added = [op for op in before if op.name == "add" and op.frames and _of_two(run, op)]
+    added = [op for op in before if (op.name == "add" or _joins_features(op)) and op.frames and _of_two(run, op)]
     added = [op for op in added if _broadcasts(op) or not is_read]
     if not added:
         return ""
     line = code_lines(added[-1].frames)[-1]
+    does = "joins queries and keys" if added[-1].name in JOINS else "adds what queries and keys give"
     return (
-        f"It is additive attention: line {line.number}, `{line.text}`, adds what queries and keys give, and no product "
-        "of both makes the scores. torch.nn has none to compare it with."
+        f"It is additive attention: line {line.number}, `{line.text}`, {does}, and no product of both makes the "
+        "scores. torch.nn has none to compare it with."
     )
 
 
@@ -39,6 +41,12 @@ def _of_two(run: Run, operation: Operation) -> bool:
     """Whether both operands are made of what is handed over."""
     made_of = [run.recorder.named(bits) for bits in operation.origins[:2]]
     return len(made_of) == 2 and all(any(name.startswith("arg:") for name in names) for names in made_of)
+
+
+def _joins_features(operation: Operation) -> bool:
+    """Whether it puts features side by side: tokens behind one another are more keys."""
+    last = operation.outputs[0].value.dim() - 1 if operation.outputs else -1
+    return operation.name in JOINS and operation.argument(1, "dim", 0) in (-1, last)
 
 
 def _broadcasts(operation: Operation) -> bool:

@@ -6,15 +6,18 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.covered import Covered, Judge
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
@@ -189,7 +192,10 @@ def _other_width(name: str, covered: Covered, subject: Subject) -> None:
 def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
     """Build a class with more arguments, as the subject was where that can be: what both have is of the same shape."""
     shapes, made = {name: x.shape for name, x in _held_tensors(subject).items()}, list[nn.Module]()
+    forward = vars(subject.module).get("forward") if subject.module is not None else None
     for other, _ in built_with(target, **given):
+        if isinstance(forward, MethodType):  # what is called in the place of the forward of its class
+            other.forward = MethodType(forward.__func__, other)
         made.append(other)
         if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
             return other
@@ -230,6 +236,10 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
             parameter.data *= 1 + torch.arange(parameter.numel()).view_as(parameter)
         if added and torch.equal(before, trial.output(inputs)):
             raise CannotCheckError(f"what it adds plays no part in the call: {', '.join(added)}")
+        args, kwargs = trial.arguments(inputs)
+        adds = "" if plan.self_attention else additive(Call(module, args, kwargs, module).run(read=False), False)
+        if adds:
+            raise CannotCheckError(adds)
         findings, _ = covered.judged(inputs, {})
         return _asked_for(findings, f"built with {what}")
 

@@ -50,12 +50,13 @@ from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
+from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
+from equivalence_tests.checker.reach.plans import ATTENDS, MOST_FAILED, Errors, other_masks
 from equivalence_tests.checker.reach.proposing import callers_scales, other_options
 from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
@@ -65,6 +66,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, frames_of, rai
 from equivalence_tests.checker.reporting.report import Report
 
 MOST_SIZES = 3  # code that could be read at none of so many sizes is not tried at others
+NO_ATTENTION = "No attention runs in it"
 OF_PRODUCTS = {f"changed_by_{name}" for name in CONTRACTIONS}  # what a product takes is wrong, and not the product
 
 
@@ -86,9 +88,9 @@ def examine_attention(
         report = _watched(subject, errors)
         if report is not None and (report.verdict != "unchecked" or report.equivalent or report.unread):
             return report
-        pooled = judge_pooling(subject) if subject.module is not None else None
-        if pooled is not None:
-            return pooled
+        other = _of_another_output(subject, report)
+        if other is not None:
+            return other
         unread += [report] if report is not None else []
         absent = [text for text in errors if text.startswith("ModuleNotFoundError")]
         if (absent or CRASHES.in_calls) and not unread:
@@ -101,6 +103,32 @@ def examine_attention(
             raise CannotCheckError(_cannot_call(errors))
         return other
     return unread[0]
+
+
+def _of_another_output(subject: Subject, report: Report | None) -> Report | None:
+    """Check code that returns the weights of an attention alone, or one vector for each sample."""
+    weighing = _weighing(subject) if report is None or report.reason.startswith(NO_ATTENTION) else None
+    pooled = judge_pooling(subject) if subject.module is not None else None
+    if weighing is None or (weighing.verdict == "unchecked" and pooled is not None and pooled.verdict == "deviates"):
+        return pooled
+    return weighing
+
+
+def _weighing(subject: Subject) -> Report | None:
+    """Check code that returns the weights of an attention alone; None if it is none that can be read.
+
+    What is not called an attention may be another match of two sequences, which is not held against it.
+    """
+    averages, named = averaging(subject), getattr(subject.function, "__name__", type(subject.function).__name__)
+    report = None if averages is None else _watched(averages, Errors())
+    if report is None or report.reason.startswith(NO_ATTENTION):
+        return None
+    if report.verdict == "deviates" and not ATTENDS.search(named):
+        return None
+    report.notes.append(ALONE)
+    if report.equivalent is not None:
+        report.equivalent = replace(report.equivalent, source="", unwritten=ALONE)
+    return report
 
 
 def _with_another_option(found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report | None:
@@ -186,7 +214,7 @@ def _judged(situation: Situation) -> Report:
         report.reason = f"Nothing says what {guessed[0]} takes: {NO_MASK}, and what it was given may be why it departs."
         return report
     if not situation.found.judgements:
-        report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
+        report.reason = f"{NO_ATTENTION}: {_what_is_missing(situation)}"
         compare_output(report, situation)
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.intended)
