@@ -97,7 +97,6 @@ class OfAWiderMemoryOverSamples(OfAWiderMemory):
         (LinearAttention, "no weights that sum to one over the tokens are made from that"),
         (CausalLinearAttention, "no weights that sum to one over the tokens are made from that"),
         (AttentionPooling, "It is a pooling"),
-        (OfOneQuery, "It is a pooling"),
         (OfAWiderMemory, "only their weights are returned"),
     ],
 )

@@ -162,8 +162,8 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
     given = [x.double() for _, x in call.tensors if x.is_floating_point()]
 
     def is_known(x: Tensor, tolerance: float) -> bool:
-        others = any(_same(x, y, tolerance) for y in (*heads, *given))
-        return others or any(_same(x, y, tolerance, of_pairs=True) for y in tables)
+        others = any(is_same(x, y, tolerance) for y in (*heads, *given))
+        return others or any(is_same(x, y, tolerance, of_pairs=True) for y in tables)
 
     found = {name: x.double() for name, x in rest.items() if not is_known(x.double(), comparison.tolerance)}
     return {name: _is_map(x, tables[1]) and not is_known(x, TABLE) for name, x in found.items()}
@@ -190,7 +190,7 @@ def _heads(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]
         yield from (x[:, first] for x in heads)
 
 
-def _same(x: Tensor, own: Tensor, tolerance: float, of_pairs: bool = False) -> bool:
+def is_same(x: Tensor, own: Tensor, tolerance: float, of_pairs: bool = False) -> bool:
     """Whether two are the same in some order of their axes; of pairs the queries stand before the keys."""
     if x.numel() != own.numel() or own.dim() > AXES:
         return False

@@ -99,7 +99,7 @@ class Held:
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""
-        found = compare(partial(self._on, program, layout), self._cases(), layout, tolerance)
+        found = compare(partial(self._on, program, layout), self.cases(), layout, tolerance)
         for case, error in found.left_out:
             if case.words == FRESH:
                 raise error if isinstance(error, UnreadError) else UnreadError(f"{NO_CALL} ({said(error)})") from error
@@ -180,7 +180,7 @@ class Held:
         text = compare(lambda case: WrittenPart(found).on(case.call, layout.outward), cases, as_given, tolerance)
         return text.agrees and not text.left_out
 
-    def _cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[Case]:
         """List the calls that are compared."""
         trial = self.situation.trial
         yield case_of(trial, None, FRESH, seed=21, redrawn=7)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.masking import MaskForm
 
 # From a layout to (batch, tokens, features), and back.
@@ -70,3 +71,14 @@ class Signature:
     tables: tuple[str, ...] = ()
     steps: Mapping[str, str] = field(default_factory=dict)
     returned: str = "b l e"
+
+    def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
+        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look.
+
+        Raises:
+            UnreadError: If it has another form than can be written.
+        """
+        if self.form is None or self.form.shape not in MASK_SHAPES or self.form.held:
+            raise UnreadError(f"a mask of the form {self.form} cannot be written down")
+        mask = self.mask + MASK_SHAPES[self.form.shape].format(heads=heads)
+        return HIDES[self.form.encoding].format(mask, name=self.mask, keys=keys)

@@ -46,6 +46,7 @@ from equivalence_tests.checker.engine.situations import Situation, likeliest, ne
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.equivalent.additive import hold_additive
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
@@ -207,6 +208,7 @@ def _judged(situation: Situation) -> Report:
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     report.reason = additive(situation.found.run, bool(situation.found.judgements))
     if report.reason:
+        hold_additive(report, situation)
         return report
     departures = _departures(situation, report)
     guessed = [one.what for one in report.coverage if one.detail == NO_MASK]

@@ -15,7 +15,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.relative import BASE, Relative
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
-from equivalence_tests.checker.equivalent.signatures import HIDES, LAYOUTS, MASK_SHAPES, Signature
+from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer
@@ -118,13 +118,7 @@ class AttentionWriter:
         return f"{bracketed(expression)}{back}" if back else str(expression)
 
     def _hidden(self, keys: str = "key.size(-2)") -> str:
-        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""
-        form = self.signature.form
-        assert form is not None  # there is a mask
-        if form.shape not in MASK_SHAPES or form.held:
-            raise UnreadError(f"a mask of the form {form} cannot be written down")
-        mask = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
-        return HIDES[form.encoding].format(mask, name=self.signature.mask, keys=keys)
+        return self.signature.hidden(self.program.query.weight.size(0), keys)
 
     # ------------------------------------------------------------------------------------------- torch's module
     def _of_multi_head_attention(self) -> Iterator[str]:

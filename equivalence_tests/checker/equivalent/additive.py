@@ -1,0 +1,211 @@
+"""Additive attention as a program of torch's parts, with the user's own linear layers.
+
+weights = softmax over the keys of score(tanh(query + key)), of projected queries and keys (Bahdanau et al. 2015); one
+matrix for both side by side is the same (Luong et al. 2015, concat)
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.equivalent.comparing import Comparison, compare, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, differs, explained, is_same
+from equivalence_tests.checker.equivalent.holding import Held, case_of, signature_of
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart
+from equivalence_tests.checker.equivalent.plain import MADE_OF
+from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
+from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.equivalent.writer import Text, Writer
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import source_of
+from equivalence_tests.checker.reporting.report import Report
+
+KIND = "additive attention"
+SENTENCE = "softmax(score(tanh(query + key))) · value."
+NO_FORM = "no form of it gives what hiding keys before the softmax does"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, as places of parameter elements: (out, in), and (out,) of the bias, -1 for none."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Additive:
+    """Writes one way in which the parameters of a module may make additive attention.
+
+    Args:
+        situation: The call.
+        query: Projects the queries.
+        key: Projects the keys.
+        score: Makes one score of what both give.
+    """
+
+    situation: Situation
+    query: Layer
+    key: Layer
+    score: Layer
+
+    def written(self, form: MaskForm | None = None, weights: bool = False) -> Equivalent:
+        """Write it down, with a mask of some form, and what returns the weights in the place of the output.
+
+        Raises:
+            UnreadError: If it cannot be written.
+        """
+        signature, module = replace(signature_of(self.situation), form=form), self.situation.subject.module
+        assert module is not None  # it has parameters
+        arguments = [f"{name}: Tensor" for _, name in signature.arguments]
+        arguments += [f"{signature.mask}: Tensor | None = None"] if form is not None else []
+        writer = Writer(signature.target, Parameters.of(module), module, ", ".join(arguments), sentence=SENTENCE)
+        for name, layer in (("query", self.query), ("key", self.key), ("score", self.score)):
+            writer.linear(name, layer.weight, layer.bias)
+        query, key, value = (_laid_out(signature, self._given(role)) for role in MADE_OF)
+        writer.lines = [
+            f"query, key = self.query({query}), self.key({key})",
+            "scores = self.score(torch.tanh(query[:, :, None] + key[:, None])).squeeze(-1)",
+            *_hiding(signature),
+            "weights = scores.softmax(-1)",
+        ]
+        result = "weights" if weights else f"(weights @ {value}){LAYOUTS[signature.returned][1]}"
+        return writer.equivalent(writer.source(Text(result, writer)), source_of(self.situation.subject.function))
+
+    def _given(self, role: str) -> str:
+        known = self.situation.arguments
+        return next(known[one] for one in MADE_OF[role] if one in known)
+
+
+def hold_additive(report: Report, situation: Situation) -> None:
+    """Compare additive attention with a program of its own layers; the report receives it, and the verdict.
+
+    Args:
+        report: Says that it is additive attention, which stays where no such program agrees.
+        situation: One call of it.
+    """
+    with kept_parameters(situation.subject.module):
+        try:
+            found = next((one for one in _readings(situation) if _agrees(_compared(one, situation))), None)
+        except UnreadError:
+            return
+        if found is not None:
+            _decide(report, found, situation)
+
+
+def _decide(report: Report, found: Additive, situation: Situation) -> None:
+    """Compare it in all calls, also with a mask, and say what it is and what was not run."""
+    mask, module = situation.plan.mask_parameter, situation.subject.module
+    form = next((one for one in mask_forms() if mask and _agrees(_compared(found, situation, one))), None)
+    comparison = _compared(found, situation, form, everything=True)
+    scored = ", ".join(Parameters.of(module).names_at(found.score.weight))
+    step = Step("the scores are score(tanh(query + key)), and no products", f"the parameter {scored}", "scores")
+    report.kind, report.reason, report.verdict = KIND, "", "equal"
+    report.equivalent = replace(comparison.of(found.written(form)), steps=((step.words, step.evidence),))
+    if not comparison.agrees:
+        differs(report, comparison.worst)
+        return
+    explained(report, {step: step.evidence}, {})
+    report.coverage += [Exercise(case.words, False, said(error)) for case, error in comparison.left_out]
+    report.coverage += [Exercise(mask, False, NO_FORM)] if mask and form is None else []
+    report.coverage += [Exercise(name, False, NOT_TORCHS) for name in _left_over(found, situation)]
+    report.coverage += _not_run(situation)
+    report.verdict = "partial" if report.not_exercised else "equal"
+
+
+def _not_run(situation: Situation) -> Iterator[Exercise]:
+    """List the arguments and options that no call had."""
+    function, built = situation.subject.function, situation.subject.built
+    given = {*dict(situation.plan.roles), *unread_arguments(function)}
+    for name in (p.name for p in parameters_of(function) if p.name not in given):
+        yield Exercise(name, False, "its name does not say what it does")
+    for name, value in other_options(type(function)) if built else ():
+        yield Exercise(f"{name}={value}", False, "it was not built with that")
+
+
+def _readings(situation: Situation) -> Iterator[Additive]:
+    """List every way in which its parameters fit: two matrices, or one for queries and keys side by side."""
+    parameters = Parameters.of(situation.subject.module)
+    query, key = (_width_of(role, situation) for role in ("query", "key"))
+    matrices = [name for name, x in parameters.named.items() if x.dim() == 2 and min(x.shape) > 1]
+    for name in (name for name, x in parameters.named.items() if x.numel() == max(x.shape, default=0) > 1):
+        score = Layer(parameters.places(name).view(1, -1), _bias(name, parameters, 1))
+        layers = [_layer(one, parameters) for one in matrices if len(parameters.named[one]) == score.weight.numel()]
+        for one in (x for x in layers if x.weight.size(1) == query + key):
+            first, last = one.weight.split((query, key), 1), one.weight.split((key, query), 1)
+            for own, other in (first, last[::-1]):
+                yield Additive(situation, Layer(own, one.bias), Layer(other, torch.full_like(one.bias, -1)), score)
+        for one, other in itertools.permutations(layers, 2):
+            if (one.weight.size(1), other.weight.size(1)) == (query, key):
+                yield Additive(situation, one, other, score)
+
+
+def _width_of(role: str, situation: Situation) -> int:
+    given, known = Layout.of(situation.trial).given(situation.call), situation.arguments
+    return given[next(known[one] for one in MADE_OF[role] if one in known)].size(-1)
+
+
+def _layer(name: str, parameters: Parameters) -> Layer:
+    weight = parameters.places(name)
+    return Layer(weight, _bias(name, parameters, len(weight)))
+
+
+def _bias(name: str, parameters: Parameters, size: int) -> Tensor:
+    """The bias that stands beside a weight, or -1 for none."""
+    beside = f"{name.removesuffix('weight')}bias"
+    fits = beside != name and beside in parameters.named and parameters.named[beside].numel() == size
+    return parameters.places(beside) if fits else torch.full((size,), -1)
+
+
+def _compared(
+    one: Additive, situation: Situation, form: MaskForm | None = None, everything: bool = False
+) -> Comparison:
+    """Compare in one call, with or without a mask, or in all."""
+    layout = Layout.of(situation.trial)
+    as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
+    masked = [] if form is None else [case_of(situation.trial, None, f"with a mask: {form}", seed=31, form=form)]
+    plain = [*Held(situation).cases()]
+    cases = [*plain, *masked] if everything else masked or plain[:1]
+    part = WrittenPart(one.written(form))
+    return compare(lambda case: part.on(case.call, layout.outward), cases, as_given, EXACT)
+
+
+def _agrees(comparison: Comparison) -> bool:
+    """Whether it could be compared in all calls, and agrees."""
+    return comparison.agrees and not comparison.left_out
+
+
+def _left_over(one: Additive, situation: Situation) -> Iterator[str]:
+    """Name what comes back beside the output and is not the weights."""
+    returned = situation.call.returned()
+    output = Layout.of(situation.trial).output(returned)
+    weights = WrittenPart(one.written(weights=True)).on(situation.call, lambda x: x)
+    own = weights(dict(situation.call.tensors), situation.subject.module, Parameters.of(situation.subject.module), None)
+    for place, x in enumerate(tensors_in((returned,)), 1):
+        if x is not output and not is_same(x.double(), own.detach().double(), EXACT):
+            yield f"output {place}"
+
+
+def _laid_out(signature: Signature, name: str) -> str:
+    """Write an argument as (batch, tokens, features)."""
+    own: Mapping[str, str] = dict(signature.arguments)
+    return own[name] + LAYOUTS[signature.steps.get(own[name], signature.layout)][0]
+
+
+def _hiding(signature: Signature) -> Iterator[str]:
+    if signature.form is not None:
+        hidden = signature.hidden(1, "key.size(1)")
+        yield f"if {signature.mask} is not None:"
+        yield f"    scores = scores.masked_fill(({hidden})[:, 0], -torch.inf)"
