@@ -29,6 +29,7 @@ LAYOUTS = {
     "b e 1 l": "(batch, features, 1, len)",
     "b 1 l e": "(batch, 1, len, features)",
     "b l 1 e": "(batch, height, width, features)",
+    "b 1 1 l 1 e": "(batch, rows and columns of windows, height and width of each, features)",
     "b e l 1 1": "(batch, features, len, height, width)",
     "b e": "(batch, features)",
     "1 b e": "(1, batch, features)",

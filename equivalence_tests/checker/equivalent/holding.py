@@ -41,7 +41,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.calling import WINDOWS, Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import Errors
@@ -52,6 +52,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
+MANY = 12  # windows of images, in rows and columns
 LONGEST = max(queries for queries, _ in LENGTHS)
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
@@ -185,6 +186,9 @@ class Held:
         trial = self.situation.trial
         yield case_of(trial, None, FRESH, seed=21, redrawn=7)
         yield case_of(trial, None, "parameters drawn anew", seed=22, redrawn=8)
+        if trial.plan.layout == WINDOWS:
+            many = replace(trial, sizes=replace(trial.sizes, batch=MANY))
+            yield case_of(many, None, "two images of 3 by 2 windows", seed=20)
         for place, (queries, keys) in enumerate(LENGTHS):
             keys = queries if trial.plan.self_attention else keys
             said = "1 query" if trial.plan.step else f"{queries} queries"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.reach.calling import WINDOWS
 from equivalence_tests.checker.reach.masking import MaskForm
 
 # From a layout to (batch, tokens, features), and back.
@@ -14,6 +15,7 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
     "b e l": (".mT", ".mT"),
     "b e l 1": (".flatten(2).mT", ".mT.unflatten(2, (-1, width))"),
     "b l 1 e": (".flatten(1, 2)", ".unflatten(1, (-1, width))"),
+    WINDOWS: (".flatten(3, 4).flatten(0, 2)", ".unflatten(1, shape[3:5]).unflatten(0, shape[:3])"),
     "b h l d": (".transpose(1, 2).flatten(2)", ""),
     "b l h d": (".flatten(2)", ""),
     "b e": ("[:, None]", "[:, 0]"),

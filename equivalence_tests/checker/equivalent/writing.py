@@ -20,7 +20,7 @@ from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.arguments import ROLES
-from equivalence_tests.checker.reach.calling import OF_PIXELS
+from equivalence_tests.checker.reach.calling import OF_PIXELS, WINDOWS
 
 SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between projections."
 
@@ -97,6 +97,8 @@ class AttentionWriter:
     def _inward(self) -> Iterator[str]:
         if self.signature.layout in OF_PIXELS:
             yield f"width = {next(iter(self._kinds))}.size({self.signature.layout.split().index('1')})  # of the image"
+        if self.signature.layout == WINDOWS:
+            yield f"shape = {next(iter(self._kinds))}.shape  # (batch, windows, pixels in each, features)"
         for name, kind in self._kinds.items():
             turn = LAYOUTS[self.signature.steps.get(name, self.signature.layout)][0]
             if not turn:

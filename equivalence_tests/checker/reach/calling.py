@@ -29,7 +29,8 @@ CONSTANTS: dict[str, Any] = {"=None": None, "=True": True, "=False": False, "=0"
 POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
 TABLES = OF_DISTANCES, OF_PAIRS = "=(1, 2 len - 1, features)", "=(len, len, features)"  # relative positions
 HEADS = ("b h l d", "b l h d")
-OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), HEADS)
+WINDOWS = "b 1 1 l 1 e"  # of an image: rows and columns of windows, and of pixels in each
+OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), (WINDOWS,), HEADS)
 STEPS = ("b e", "1 b e", "b 1 e")  # of one time step, as the state of a decoder is laid out
 OF_STEPS = tuple(f"{step}, {others}" for others in ("b l e", "l b e") for step in STEPS)  # of queries, and of others
 LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE), ("l e",), *OF_ONE)
@@ -285,6 +286,9 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     """Turn (b, l, e) into the user's layout."""
     if layout in STEPS:
         return {"b e": x[:, 0], "1 b e": x.transpose(0, 1), "b 1 e": x}[layout].contiguous()
+    if layout == WINDOWS:  # the samples are windows of images, as many in each as fit
+        grid = grid_of(len(x))
+        return x.unflatten(1, (-1, columns_of(x.size(1)))).unflatten(0, (-1, *grid)).contiguous()
     names, given = layout.split(), "b l h d" if "h" in layout else "b l e"
     x = x.unflatten(-1, (num_heads, -1)) if "h" in names else x
     kept = [name for name in names if name != "1"]
@@ -305,12 +309,25 @@ def columns_of(pixels: int) -> int:
     return max(width for width in range(1, pixels + 1) if pixels % width == 0 and width * width <= pixels)
 
 
+def grid_of(windows: int) -> tuple[int, int]:
+    """How many rows and columns of windows images have that hold so many.
+
+    >>> grid_of(2), grid_of(3), grid_of(12)
+    ((1, 2), (1, 3), (3, 2))
+    """
+    columns = min(n for n in range(2, windows + 1) if windows % n == 0) if windows > 1 else 1
+    rest = windows // columns
+    return max((n for n in range(2, rest) if rest % n == 0), default=1), columns
+
+
 def from_layout(x: Tensor, layout: str) -> Tensor:
     """Turn the user's layout into (b, l, e); what has its heads merged is there already, or still has them split."""
     if "h" in layout and x.dim() != 4:
         return x
     if layout == "b l e" and x.dim() == 4:
         return x.transpose(1, 2).flatten(2)
+    if layout == WINDOWS:
+        return x.flatten(3, 4).flatten(0, 2)
     if layout in STEPS:
         return x[:, None] if layout == "b e" else x.transpose(0, 1) if layout == "1 b e" else x
     rows = layout.split().index("l")
@@ -327,6 +344,8 @@ def is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
     layout, heads = trial.plan.output_layout, trial.sizes.num_heads
     if trial.plan.step and x.size(-1) == inputs.key.size(1):
         return False  # the weights of the tokens
+    if layout == WINDOWS:
+        return x.shape[:-1] == to_layout(inputs.query, layout, heads).shape[:-1]
     columns, names = columns_of(length) if layout in OF_PIXELS else 1, layout.split()
     sizes = {"b": batch, "l": length // columns, "h": heads, "1": columns}
     laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
