@@ -205,7 +205,7 @@ def _examine_positions(
             known = rotary_readings if placement.rotated else angle_readings if tables.met else position_readings
             found = (placement.words, placement.mistakes, placement.notes)
             beside = (one.beside(*found) for one in known(module, width))
-            readings = (one for one in beside if is_right(one.mistakes) or not right)
+            readings = (one for one in beside if is_right(one.mistakes) or not (right or placement.grid))
             report = Report(subject.name, "positional encoding")
             calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
             judged = judge(report, readings, placement.observations, calls, where)

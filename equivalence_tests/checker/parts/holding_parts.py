@@ -50,7 +50,8 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
         return
     try:
         writer, names = writer_of(subject.name.rpartition("/")[2], function, placement)
-        writer.width = dict(zip(placement.roles, names, strict=True)).get("width", "")
+        width = dict(zip(placement.roles, names, strict=True)).get("width", "")
+        writer.width = f"{width} // 2" if width and placement.grid else width
         source = writer.source(result_of(placement, writer, names, reading.text))
     except UnreadError as why:
         unread(report, str(why))
@@ -59,6 +60,8 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
     # An angle in float32 is off by its position times what float32 rounds.
     rounded = longest(function) * torch.finfo(torch.float32).eps
     tolerance = rounded if judged.bound == FLOAT32_INSIDE else EXACT
+    if placement.roles.count("size") > 1:
+        report.coverage.append(Exercise("more rows than columns", False, "it was called with as many of both"))
     hold_part(report, part, cases_of(placement, function), tolerance=tolerance)
 
 

@@ -1,6 +1,7 @@
 """Call a positional encoding in the ways that are met, and take its table out of what comes back."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +59,8 @@ class Placement:
         scaling: What is made of tokens and table.
         embedding: Path of what embeds the tokens; "" for none.
         axis: Along which positions run in what comes back; None where along none.
+        grid: Of a square image, what the first half of the features tell: "columns" or "rows", as the second half tells
+            the others; "" for no image.
     """
 
     words: tuple[tuple[str, str, str], ...]
@@ -72,6 +75,7 @@ class Placement:
     scaling: str = ""
     embedding: str = ""
     axis: int | None = None
+    grid: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def _role_lists(function: Callable[..., Any], subject: Subject) -> Iterator[tupl
     options: list[list[str]] = []
     for parameter in required[:MOST_REQUIRED]:
         known, value = value_for(parameter.name, subject.sizes)
-        sized = not known or (isinstance(value, int) and value > 1)
+        sized = not known or isinstance(value, tuple) or (isinstance(value, int) and value > 1)
         fixed = [*(["positions"] if isinstance(value, float) else []), f"={parameter.name}"]  # timesteps holds eps
         options.append(["size", "width", "positions", "vectors"] if sized else fixed)
     yield from ranked(options)
@@ -212,10 +216,29 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
         flat = all(one.output.dim() == 2 for one in called)
         axes = "the rows of the table" if flat else "axis 1: (batch, len, features)"
         yield Placement((*words, ("positions run along", axes, "")), [_numbered(r[0]) for r in rests], axis=1)
+        for first in ("columns", "rows"):
+            tables = [_of_a_grid(r[0], first) for r in rests]
+            if found := [_numbered(x) for x in tables if x is not None][: len(tables) * (None not in tables)]:
+                rows = (*words, ("positions run along", f"{axes}; {first} first, half of the features each", ""))
+                yield Placement(rows, found, axis=1, grid=first)
     elif same_tokens:
         rows = (*words, ("positions run along", "axis 0: (len, batch, features)", ""))
         note = "positions run along the first axis: right only where that is the sequence and not the batch"
         yield Placement(rows, [_numbered(r[:, 0]) for r in rests], notes=(note,), axis=0)
+
+
+def _of_a_grid(table: Tensor, first: str) -> Tensor | None:
+    """Give the table of columns and rows that each tell half of the features of a square image; None for no such."""
+    side = math.isqrt(len(table))
+    if side < 2 or side**2 != len(table) or table.size(-1) % 2:
+        return None
+    grid = table.view(side, side, -1)
+    of_columns, of_rows = (grid if first == "columns" else grid.transpose(0, 1)).chunk(2, -1)
+    rows, own = of_rows[:, 0], of_columns[0]
+    whole = torch.equal(of_columns, own.expand_as(of_columns)) and torch.equal(
+        of_rows, rows[:, None].expand_as(of_rows)
+    )
+    return own if whole and torch.equal(own, rows) else None
 
 
 def _alike(rest: Tensor, axis: int) -> bool:

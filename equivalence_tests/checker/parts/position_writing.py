@@ -58,7 +58,12 @@ def result_of(
         return table(writer, first)
     if placement.axis is None:
         raise UnreadError("its table runs along no axis of the tokens")
-    rows = table(writer, _count(placement, named, writer))
+    rows = table(writer, count := _count(placement, named, writer))
+    if placement.grid:
+        writer.lines.append(f"table = {rows}")
+        halves = f"table.expand({count}, -1, -1)", f"table[:, None].expand(-1, {count}, -1)"
+        columns, other = halves if placement.grid == "columns" else halves[::-1]
+        rows = Text(f"torch.cat(({columns}, {other}), -1).flatten(0, 1)", writer, rows.chain)
     if placement.scaling == "pe alone":
         return _alone(placement, rows, first)
     given = first

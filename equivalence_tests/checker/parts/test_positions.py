@@ -264,3 +264,42 @@ class WithoutFrequencies(nn.Module):
 
 def test_a_module_that_is_told_all_in_the_call_is_read() -> None:
     assert verify(WithoutFrequencies, kind="positional_encoding").mistakes == ("position_exponent_wrong",)
+
+
+def sines_of(numbers: Tensor, width: int) -> Tensor:
+    angles = numbers.reshape(-1)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
+    return torch.cat((angles.sin(), angles.cos()), -1)
+
+
+def columns_then_rows(embed_dim: int, grid_size: int) -> Any:
+    """As in masked autoencoders: half of the features tell the column, the others the row."""
+    columns, rows = np.meshgrid(np.arange(grid_size), np.arange(grid_size))
+    return np.concatenate([sines_of(torch.from_numpy(x), embed_dim // 2).numpy() for x in (columns, rows)], axis=1)
+
+
+def rows_then_columns(h: int, w: int, dim: int) -> Tensor:
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    return torch.cat((sines_of(rows, dim // 2), sines_of(columns, dim // 2)), -1)
+
+
+def columns_twice(embed_dim: int, grid_size: int) -> Tensor:
+    columns = torch.arange(grid_size).repeat(grid_size)
+    return torch.cat((sines_of(columns, embed_dim // 2),) * 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("made", "first", "not_run"),
+    [(columns_then_rows, "columns", []), (rows_then_columns, "rows", ["more rows than columns"])],
+)
+def test_sinusoids_of_columns_and_rows_are_read(made: Callable[..., Any], first: str, not_run: list[str]) -> None:
+    report = verify(made, kind="positional_encoding")
+    assert report.verdict == ("partial" if not_run else "equal"), str(report)
+    assert [one.what for one in report.not_exercised] == not_run
+    assert f"{first} first" in row(report, "positions run along")
+    assert report.equivalent is not None
+    given = (3, 3, 20) if not_run else (20, 3)
+    torch.testing.assert_close(report.equivalent.of(made)(*given), torch.as_tensor(made(*given)), check_dtype=False)
+
+
+def test_columns_that_are_told_twice_are_no_equal() -> None:
+    assert verify(columns_twice, kind="positional_encoding").verdict == "unchecked"
