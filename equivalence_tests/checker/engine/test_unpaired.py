@@ -97,7 +97,6 @@ class OfAWiderMemoryOverSamples(OfAWiderMemory):
         (LinearAttention, "no weights that sum to one over the tokens are made from that"),
         (CausalLinearAttention, "no weights that sum to one over the tokens are made from that"),
         (AttentionPooling, "It is a pooling"),
-        (OfAWiderMemory, "only their weights are returned"),
     ],
 )
 def test_what_has_no_twin_is_said_to_have_none(right: type[nn.Module], said: str) -> None:

@@ -178,8 +178,9 @@ def _compared(
     masked = [] if form is None else [case_of(situation.trial, None, f"with a mask: {form}", seed=31, form=form)]
     plain = [*Held(situation).cases()]
     cases = [*plain, *masked] if everything else masked or plain[:1]
-    part = WrittenPart(one.written(form))
-    return compare(lambda case: part.on(case.call, layout.outward), cases, as_given, EXACT)
+    text = one.written(form if situation.plan.neutral in (None, form) else None)  # it takes a mask of one form
+    parts = {id(case): WrittenPart(one.written(form)) for case in masked}
+    return compare(lambda x: parts.get(id(x), WrittenPart(text)).on(x.call, layout.outward), cases, as_given, EXACT)
 
 
 def _agrees(comparison: Comparison) -> bool:

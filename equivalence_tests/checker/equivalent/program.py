@@ -147,7 +147,8 @@ class Program:
         )
         heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
         plain = plain and self.query.more is None
-        whole = plain and self.value.weight.size(1) == width and features == heads * width
+        alike = self.query.weight.shape == self.key.weight.shape == self.value.weight.shape
+        whole = plain and alike and features == heads * width
         out = self.output.bias is not None and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)

@@ -29,6 +29,7 @@ class Sizes:
         head_dim: Width of each head.
         ff_dim: Width of the hidden layer of a feed-forward network.
         num_layers: Number of layers of a stack.
+        memory_dim: Width of the tokens of a memory; 0 for that of all others.
     """
 
     batch: int = 2
@@ -38,6 +39,7 @@ class Sizes:
     head_dim: int = 11
     ff_dim: int = 37
     num_layers: int = 2
+    memory_dim: int = 0
 
     @property
     def whole(self) -> bool:

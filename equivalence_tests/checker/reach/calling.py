@@ -180,7 +180,7 @@ class Trial:
         batch = 1 if self.plan.layout == "l e" else self.sizes.batch
         tensors = 1 if self.plan.self_attention else 2 if "memory" in self.plan.given else 3
         lengths = (queries, keys, keys)[:tensors]
-        drawn = _drawn(batch, lengths, self.sizes.embed_dim, seed, self.dtype)
+        drawn = _drawn(batch, lengths, self.sizes.embed_dim, seed, self.dtype, self.sizes.memory_dim)
         return Inputs(drawn[0], *(drawn[-1:] * 2 if tensors < 3 else drawn[1:]))
 
     def arguments(
@@ -275,10 +275,13 @@ class Trial:
 
 
 @functools.lru_cache(maxsize=256)
-def _drawn(batch: int, lengths: tuple[int, ...], width: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
-    """Draw one tensor for each length; a call gets copies of them."""
+def _drawn(
+    batch: int, lengths: tuple[int, ...], width: int, seed: int, dtype: torch.dtype, others: int = 0
+) -> list[Tensor]:
+    """Draw one tensor for each length, all but the first as wide as others are; a call gets copies of them."""
     generator = torch.Generator().manual_seed(seed)
-    made = (torch.randn(batch, n, width, generator=generator, dtype=torch.float64) for n in lengths)
+    sizes = zip(lengths, (width, *(others or width for _ in lengths[1:])), strict=True)
+    made = (torch.randn(batch, n, size, generator=generator, dtype=torch.float64) for n, size in sizes)
     return [x.to(dtype) for x in made]
 
 

@@ -70,7 +70,7 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
-ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
+ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|came back|split")
 NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
 MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the first few
@@ -356,10 +356,13 @@ def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
         yield working
     if not found:
         errors.failed[key] = met
-        asked = next((width[1] for width in map(ASKED_WIDTH.search, met) if width), "")
+        given, asked = next((width.groups() for width in map(ASKED_WIDTH.search, met) if width), ("", ""))
         roles = tuple((name, f"=(batch, {asked})" if role == VECTOR else role) for name, role in trial.plan.roles)
         if asked and roles != trial.plan.roles:
             yield from _working(replace(trial, plan=replace(trial.plan, roles=roles)), errors)
+        elif asked and {"query", "memory"} <= trial.plan.given and not trial.sizes.memory_dim:
+            wide = int(asked) - int(given) + trial.sizes.embed_dim  # alone, or beside what queries give
+            yield from _working(replace(trial, sizes=replace(trial.sizes, memory_dim=max(wide, 1))), errors)
 
 
 def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Iterator[Trial]:
