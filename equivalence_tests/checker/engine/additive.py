@@ -6,6 +6,8 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import code_lines
 
+IT_IS = "It is additive attention"
+
 
 def additive(run: Run, is_read: bool) -> str:
     """Say which line adds what queries give to what keys give, where no product of both makes the scores.
@@ -32,7 +34,7 @@ def additive(run: Run, is_read: bool) -> str:
     line = code_lines(added[-1].frames)[-1]
     does = "joins queries and keys" if added[-1].name in JOINS else "adds what queries and keys give"
     return (
-        f"It is additive attention: line {line.number}, `{line.text}`, {does}, and no product of both makes the "
+        f"{IT_IS}: line {line.number}, `{line.text}`, {does}, and no product of both makes the "
         "scores. torch.nn has none to compare it with."
     )
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.engine.additive import IT_IS
+from equivalence_tests.checker.engine.coverage import built_alike
+from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.comparing import Comparison, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, differs, explained, is_same
 from equivalence_tests.checker.equivalent.holding import Held, case_of, signature_of
@@ -26,6 +28,7 @@ from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
+from equivalence_tests.checker.reach.state import prepare
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -103,6 +106,26 @@ def hold_additive(report: Report, situation: Situation) -> None:
             return
         if found is not None:
             _decide(report, found, situation)
+
+
+def hold_option(one: Exercise, report: Report, situation: Situation) -> Exercise:
+    """Compare what an option makes additive attention of, and say whether that is a program of its own layers.
+
+    Args:
+        one: What is said of an option; anything else is given back.
+        report: Receives what is intended in the program.
+        situation: A call without the option.
+    """
+    subject, (name, _, value) = situation.subject, one.what.partition("=")
+    made = built_alike(type(subject.function), subject, **{name: value}) if one.detail.startswith(IT_IS) else None
+    if one.exercised or made is None:
+        return one
+    own = {key: x.detach().clone() for key, x in made.named_parameters()}
+    other = replace(subject, function=prepare(made, subject.dtype), built=False, initial=own)
+    held = Report(one.what, reason=one.detail)
+    hold_additive(held, situation_of(other, replace(situation.trial, function=made)))
+    report.intended += held.intended if held.verdict == "equal" else []
+    return replace(one, exercised=True, detail=SENTENCE) if held.verdict == "equal" else one
 
 
 def _decide(report: Report, found: Additive, situation: Situation) -> None:

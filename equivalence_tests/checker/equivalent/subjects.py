@@ -46,7 +46,7 @@ from equivalence_tests.checker.engine.situations import Situation, likeliest, ne
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.equivalent.additive import hold_additive
+from equivalence_tests.checker.equivalent.additive import hold_additive, hold_option
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
@@ -339,7 +339,8 @@ def _cover(report: Report, situation: Situation) -> None:
     covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     if subject.built and subject.module is not None:
         cover_options(covered, subject)
-    report.coverage += [*drawn_in(situation.found.run.operations), *covered.exercises]
+    exercises = [hold_option(one, report, situation) for one in covered.exercises]
+    report.coverage += [*drawn_in(situation.found.run.operations), *exercises]
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()

@@ -124,6 +124,20 @@ class ByMethod(LooksBack):
         return super().energies(hidden, encoder_outputs)
 
 
+class ByMethods(ByMethod):
+    def energies(self, hidden: Tensor, encoder_outputs: Tensor) -> Tensor:
+        if self.method == "concat":
+            joined = torch.cat((hidden.expand(len(encoder_outputs), -1, -1), encoder_outputs), 2)
+            return torch.sum(self.v * self.projects(joined).tanh(), dim=2)
+        return super().energies(hidden, encoder_outputs)
+
+
+def test_an_option_that_makes_it_additive_attention_is_compared_as_such() -> None:
+    report = verify(ByMethods)
+    assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+    assert "scores_of_its_own" in [one.name for one in report.intended]
+
+
 def test_an_option_with_which_no_product_makes_the_scores_is_not_run() -> None:
     report = verify(ByMethod)
     assert [one.what for one in report.not_exercised] == ["method=concat"], str(report)
