@@ -27,6 +27,7 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.masking import MaskForm, draw_masks
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import attempt, held_by, prepare
@@ -35,7 +36,7 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines
 
 OTHER_SCALE = 0.7
-LENGTH = 5
+LENGTH, FEW = 5, 2
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
@@ -112,6 +113,27 @@ def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) ->
         covered.exercises.append(Exercise(name, True, NEVER_READ))
     else:
         covered.leave_out(name, "its name does not say what it does")
+
+
+def cover_fewer_masks(covered: Covered, form: MaskForm | None) -> None:
+    """Call with half as many masks as samples, which code for the windows of images takes: one for each place."""
+    several = replace(covered.trial, sizes=replace(covered.trial.sizes, batch=2 * FEW))
+    name, sizes, inputs = several.plan.mask_parameter, several.sizes, several.inputs()
+    if form is None or form.pattern != "full" or form.held or "head" in form.shape or several.plan.positional:
+        return
+
+    def output(may: Tensor) -> Tensor | None:
+        mask = form.build(may, sizes.num_heads, several.dtype)
+        return attempt(partial(several.output, inputs, {name: mask}))
+
+    may = draw_masks("full", FEW, inputs.query.size(1), inputs.key.size(1))
+    fewer, repeated, what = output(may), output(may.repeat(2, 1, 1)), f"{name} for fewer windows than samples"
+    if fewer is None or repeated is None:
+        return
+    if near(fewer, repeated, MEASURED):
+        covered.add(what, (), "the masks of one image follow each other, as its windows do")
+    else:
+        covered.leave_out(what, "each mask is for samples side by side, not for one window of every image in turn")
 
 
 def _dropout(name: str, may_be_a_module: bool, covered: Covered) -> None:

@@ -178,3 +178,42 @@ def test_wrong_windows_are_not_equal(made: type[InWindows], reason: str) -> None
     report = verify(made)
     assert report.verdict == "unchecked"
     assert reason in report.reason
+
+
+class OneMaskEach(nn.Module):
+    """Takes windows, and a mask for each window of an image."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, n, dim = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / (dim // self.num_heads) ** 0.5
+        if mask is not None:
+            windows = len(mask)
+            scores = self.laid(scores, windows) + self.over(mask)
+            scores = scores.view(b, self.num_heads, n, n)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, dim))
+
+    def laid(self, scores: Tensor, windows: int) -> Tensor:
+        return scores.view(-1, windows, *scores.shape[1:])
+
+    def over(self, mask: Tensor) -> Tensor:
+        return mask[None, :, None]
+
+
+class OneMaskForNeighbours(OneMaskEach):
+    def laid(self, scores: Tensor, windows: int) -> Tensor:
+        return scores.view(windows, -1, *scores.shape[1:])
+
+    def over(self, mask: Tensor) -> Tensor:
+        return mask[:, None, None]
+
+
+def test_a_mask_for_each_window_of_an_image_is_for_that_window_of_every_image() -> None:
+    right, wrong = verify(OneMaskEach), verify(OneMaskForNeighbours)
+    assert (right.verdict, wrong.verdict) == ("equal", "partial")
+    assert [one.what for one in wrong.not_exercised] == ["mask for fewer windows than samples"]

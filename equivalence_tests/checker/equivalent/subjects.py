@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.checks import (
 )
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.coverage import cover, cover_options
+from equivalence_tests.checker.engine.coverage import cover, cover_fewer_masks, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.kept import kept_of_other_sizes, written_arguments
@@ -337,6 +337,7 @@ def _cover(report: Report, situation: Situation) -> None:
         return diagnose_call(Call(one, args, kwargs, module), intended=intended, proofs=False, features_last=last)
 
     covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
+    cover_fewer_masks(covered, situation.understood)
     if subject.built and subject.module is not None:
         cover_options(covered, subject)
     exercises = [hold_option(one, report, situation) for one in covered.exercises]

@@ -23,6 +23,8 @@ ROWS = (
         "The LayerNorm divides by the unbiased standard deviation.",
         "var with 1 / (n - 1)",
         "Use var(-1, unbiased=False).",
+        on_purpose_in="The LayerNorm of The Annotated Transformer does so.",
+        named=False,
         ran="std, var, std_mean, var_mean, div",
     ),
     _norm(
