@@ -202,10 +202,13 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
 
 def _judged(situation: Situation) -> Report:
     """Judge one call, and what other calls of the same code show."""
-    subject, chosen = situation.subject, _callers_scale(situation)
+    subject, sizes, chosen = situation.subject, situation.trial.sizes, _callers_scale(situation)
     intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
+    if sizes.memory_dim:
+        said = f"tokens of the memory have {sizes.memory_dim} features beside {sizes.embed_dim} of the queries"
+        report.notes.append(f"{said}: with as many it fails")
     report.reason = additive(situation.found.run, bool(situation.found.judgements))
     if report.reason:
         hold_additive(report, situation)

@@ -50,6 +50,7 @@ class LooksBack(nn.Module):
 def test_keys_and_values_are_projected_from_tokens_of_another_width() -> None:
     report = verify(Crosses)
     assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+    assert "tokens of the memory have 66 features beside 33 of the queries" in " ".join(report.notes)
     assert verify(CrossesScaledByItsWidth).mistakes == ("scale_wrong",)
 
 
