@@ -32,6 +32,8 @@ ROWS = (
         "The LayerNorm adds eps to the standard deviation, outside the square root.",
         "(x - mean) / (std + eps)",
         "Divide by sqrt(var + eps).",
+        on_purpose_in="The LayerNorm of The Annotated Transformer does so.",
+        named=False,
         ran="add",
     ),
     _norm(
