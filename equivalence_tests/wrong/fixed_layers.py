@@ -79,6 +79,7 @@ EDITS = (
         "F.silu(self.w1(x)) * self.w3(x)",
         "F.silu(self.w1(x) * self.w3(x))",
     ),
+    ("GatedBlock", "gated by two activations", "* self.w3(x))", "* self.w3(x).tanh())"),
     ("GatedBlock", "residual left out", "h = x + self.attention", "h = self.attention"),
     (
         "GatedBlock",

@@ -72,6 +72,10 @@ class Mask:
         of_memory = all(site.reads == "memory" for site in self.reached)
         return "tokens of the memory" if of_memory else "the layer's own tokens"
 
+    def of_the_target(self) -> "Mask":
+        """Give the mask of the only tokens there were, where these are the target beside another sequence."""
+        return replace(self, reached=[x._replace(reads="target") if x.reads == "source" else x for x in self.reached])
+
     @property
     def meaning(self) -> str:
         """What True says: "look" or "block"; "" where no form with True in it is taken."""

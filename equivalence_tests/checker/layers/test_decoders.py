@@ -246,3 +246,53 @@ class ZeroesPadding(nn.Module):
 
 def test_padded_tokens_may_be_set_to_zero() -> None:
     assert verify(ZeroesPadding).verdict != "deviates"
+
+
+class MayCross(nn.Module):
+    """A block for an encoder, or with an option for a decoder, as speech models have it."""
+
+    def __init__(self, width: int, heads: int, cross_attention: bool = False) -> None:
+        super().__init__()
+        self.attn, self.attn_ln = OfTwo(width, heads), nn.LayerNorm(width)
+        self.cross_attn = OfTwo(width, heads) if cross_attention else None
+        self.cross_attn_ln = nn.LayerNorm(width) if cross_attention else None
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp_ln = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.attn_ln(x), mask=mask)
+        if self.cross_attn is not None and self.cross_attn_ln is not None:
+            x = self.crossed(x, self.cross_attn(self.cross_attn_ln(x), xa))
+        return x + self.mlp(self.mlp_ln(x))
+
+    def crossed(self, x: Tensor, seen: Tensor) -> Tensor:
+        return x + seen
+
+
+class OfTwo(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        keys = x if xa is None else xa
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.query(x), self.key(keys), self.value(keys))
+        )
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class LosesItsResidual(MayCross):
+    def crossed(self, x: Tensor, seen: Tensor) -> Tensor:
+        return seen
+
+
+def test_a_block_that_an_option_makes_one_of_a_decoder_is_checked_as_both() -> None:
+    assert verify(MayCross).verdict == "equal"
+    report = verify(LosesItsResidual)
+    assert (report.verdict, report.mistakes) == ("deviates", ("residual_missing",))
+    assert "built with cross_attention=True" in report.findings[0].evidence

@@ -50,7 +50,7 @@ RIGHT = {right.name: right for right in fixed_layers.rights()}
 IN_A_PART = "feed-forward with positions inside"
 FOUND_BY_NAME = (
     *("last norm dropped", "last norm left out", "feed-forward left out"),
-    *("gate outside of its activation", "scores less their mean", IN_A_PART),
+    *("gate outside of its activation", "gated by two activations", "scores less their mean", IN_A_PART),
 )
 
 
@@ -114,7 +114,12 @@ def test_what_is_wrong_between_the_parts_is_a_step_without_evidence(version: Ver
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("input added at the end", "times 2"), ("embedding added twice", "times 2"), (IN_A_PART, "add between the parts")],
+    [
+        ("input added at the end", "times 2"),
+        ("embedding added twice", "times 2"),
+        ("gated by two activations", "mul between the parts"),
+        (IN_A_PART, "add between the parts"),
+    ],
 )
 def test_a_wrong_whole_is_not_called_equal(name: str, said: str, tmp_path: Path) -> None:
     version = next(one for one in fixed_layers.versions() if one.operator == name)

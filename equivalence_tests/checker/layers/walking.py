@@ -110,24 +110,34 @@ def _with_memory(report: Report, subject: Subject) -> Report:
 
 
 def _with_options(report: Report, subject: Subject) -> Report:
-    """Check a class that is right once more with each other string that its constructor takes."""
+    """Check a class that is right once more with each other string that its constructor takes, and as a decoder's."""
     target: Any = type(subject.function)
-    if report.verdict not in ("equal", "partial"):
+    if report.verdict not in ("equal", "partial") or not subject.built:
         return report
-    for name, value in [item for item in other_options(target) if isinstance(item[1], str) and subject.built]:
+    options = [
+        (name, x) for name, x in other_options(target) if isinstance(x, str) or (x is True and CROSS.search(name))
+    ]
+    for name, value in options:
         what, other = f"{name}={value}", built_alike(target, subject, **{name: value})
         if other is None:
             report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
             continue
         found = _examine_subject(replace(subject, function=other), report.target)
-        report.findings += [replace(one, evidence=f"built with {what}") for one in found.findings if never_asked(one)]
+        with_it = [one for one in found.findings if value is True or never_asked(one)]
+        report.findings += [replace(one, evidence=f"{one.evidence} built with {what}".strip()) for one in with_it]
+        if value is True and found.verdict != "unchecked":
+            report.coverage = [*_run_in(report.coverage, found, what)]
         unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised
         report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
-    if report.findings:
-        report.verdict = "deviates"
-    elif report.not_exercised:
-        report.verdict = "partial"
+    report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"
     return report
+
+
+def _run_in(coverage: list[Exercise], other: Report, what: str) -> Iterator[Exercise]:
+    """Note of what was not run that it was in the same class, built with an option."""
+    left = {one.what for one in other.not_exercised}
+    for one in coverage:
+        yield one if one.exercised or one.what in left else replace(one, exercised=True, detail=f"built with {what}")
 
 
 def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Report:

@@ -168,7 +168,7 @@ class Labels:
     def gates(self, values: list[Value]) -> bool:
         """Whether of two factors one is an activation of a matrix, and the other is another matrix's."""
         kinds = [self.kind(value) for value in values]
-        return "activation" in kinds and all(kind in ("linear", "piece", "activation") for kind in kinds)
+        return kinds.count("activation") == 1 and all(kind in ("linear", "piece", "activation") for kind in kinds)
 
     def is_normed_matrix(self, value: Value) -> bool:
         """Whether it is the norm of what a matrix gave."""

@@ -269,7 +269,10 @@ def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> N
     """
     left = [one for one in report.not_exercised if role_of_parameter(one.what) == "memory"]
     for trial in trials if left else ():
-        other = replace(whole, run=run_layer(trial), steps=(), runs={}, why="")
+        run = run_layer(trial)
+        own = whole.run.target is None and run.target is not None  # its only tokens have become the target
+        masks = [mask.of_the_target() for mask in whole.masks] if own else whole.masks
+        other = replace(whole, run=run, masks=masks, steps=(), runs={}, why="")
         try:
             found = other.equivalent()
         except UnreadError:
