@@ -142,3 +142,32 @@ def test_what_comes_back_is_said_and_written_down_as_one_step() -> None:
     assert report.equivalent is not None
     assert "hidden = hidden.transpose(0, 1)" in report.equivalent.source
     assert "1 query and 6 keys" in str(report)
+
+
+class GatedBehind(nn.Module):
+    """What attends is gated by a matrix of its own."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads = num_heads
+        self.qkv, self.gate, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        merged = (weights @ v).transpose(1, 2).flatten(2)
+        return self.out(self.gated(merged, self.gate(x)))
+
+    def gated(self, merged: Tensor, gate: Tensor) -> Tensor:
+        return merged * gate.sigmoid()
+
+
+class BentBehindItsGate(GatedBehind):
+    def gated(self, merged: Tensor, gate: Tensor) -> Tensor:
+        return (merged * gate.sigmoid()).tanh()
+
+
+def test_what_attends_goes_through_no_activation_beside_a_gate() -> None:
+    assert verify(GatedBehind).verdict == "equal"
+    report = verify(BentBehindItsGate)
+    assert report.mistakes == ("changed_by_tanh",), str(report)

@@ -295,8 +295,7 @@ class Evidence:
         elif one.name in NORMS:
             yield Step(f"{one.name} without a parameter", OWN_NORM, stage)
         elif one.name in ACTIVATIONS and (
-            getattr(one.inner[0], "name", "") in ACTIVATIONS
-            or not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one))
+            getattr(one.inner[0], "name", "") in ACTIVATIONS or not _is_learnt(one.inner[0])
         ):
             yield Step(one.name, "", "gate")
         elif one.name == "product" and len({*one.inner}) < len(one.inner):
@@ -324,6 +323,14 @@ class Evidence:
             return ""
         self.used |= names
         return evidence
+
+
+def _is_learnt(expression: Expression) -> bool:
+    """Whether all that something is made of has gone through what is learnt."""
+    if isinstance(expression, Called | Learnt | Mapped):
+        return True
+    inner = inner_of(expression)
+    return bool(inner) and all(map(_is_learnt, inner))
 
 
 @torch.no_grad()
