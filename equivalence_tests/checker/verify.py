@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.engine.pooling import POOLING
+from equivalence_tests.checker.equivalent.reading import SEVERAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
 from equivalence_tests.checker.layers.walking import examine_layers
@@ -214,7 +215,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)
-    holds_more = not kind and bool(first.unread) and guess == "attention" and guess_kind(found) == ""
+    several = SEVERAL in first.unread
+    holds_more = not kind and bool(first.unread) and guess == "attention" and (several or guess_kind(found) == "")
     if _says_enough(first, holds_more):
         return first
     if holds_more or (guess == guess_kind(found) == "attention" and first.conventions):
@@ -227,7 +229,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         # What deviates from a part that its name does not speak of is most likely something else.
         in_part = report.verdict == "partial" and (holds_more or report.equivalent is not None)
         reads_more = report.verdict == "equal" or in_part
-        if reads_more or (other == FALLBACKS[-1] and report.verdict == "deviates"):
+        is_layers = several and other == "layers"  # its name says attention, and it is made of several
+        if reads_more or ((other == FALLBACKS[-1] or is_layers) and report.verdict == "deviates"):
             return report
     return first
 

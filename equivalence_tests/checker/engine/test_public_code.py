@@ -1702,6 +1702,33 @@ class PMA(nn.Module):
         return self.mab(self.seeds.repeat(x.size(0), 1, 1), x)
 
 
+class ISAB(nn.Module):
+    """Tokens that are learnt look at all, and all look at these."""
+
+    def __init__(self, dim: int, num_heads: int, num_inds: int) -> None:
+        super().__init__()
+        self.inducing = nn.Parameter(torch.randn(1, num_inds, dim))
+        self.inward, self.outward = (MAB(dim, dim, dim, num_heads) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(x, self.inward(self.inducing.repeat(x.size(0), 1, 1), x))
+
+    def back(self, x: Tensor, seen: Tensor) -> Tensor:
+        return self.outward(x, seen)
+
+
+class ISABOfOneBlock(ISAB):
+    def back(self, x: Tensor, seen: Tensor) -> Tensor:
+        return self.inward(x, seen)
+
+
+def test_a_block_of_several_attentions_is_read_as_layers() -> None:
+    assert verify(ISAB).verdict == "equal"
+    report = verify(ISABOfOneBlock)
+    assert "sublayer_unused" in report.mistakes, str(report)
+    assert [one.line.text for one in report.findings if one.line and "outward" in one.line.text]
+
+
 def test_the_scale_and_the_residual_of_a_set_transformer_are_those_of_its_paper() -> None:
     assert verify(PMA).verdict == "equal"
     report = verify(MAB)

@@ -28,6 +28,7 @@ from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
 from equivalence_tests.checker.reach.arguments import ROLES
 
 NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of shapes that no part of the reading expects
+SEVERAL = "more than one attention runs in it"
 NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
 
 
@@ -45,7 +46,7 @@ def read(found: Examination, layout: Layout) -> tuple[Program, float]:
         UnreadError: If there is not one, or if it is made of anything that an equivalent has no part for.
     """
     if len(found.judgements) != 1:
-        raise UnreadError(f"{'more than one' if found.judgements else 'no'} attention runs in it")
+        raise UnreadError(SEVERAL if found.judgements else "no attention runs in it")
     try:
         return _read(Watched(found, layout))
     except NOT_READ as error:

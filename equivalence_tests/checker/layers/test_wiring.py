@@ -841,8 +841,16 @@ class OptionalMemoryLayer(layers.TwoMaskDecoderLayer):
 
 def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
     report = verify(OptionalMemoryLayer)
-    assert report.mistakes == (), str(report)
-    assert [exercise.what for exercise in report.not_exercised] == ["memory"]
+    assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+
+
+class LosesItsTokensToTheMemory(OptionalMemoryLayer):
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        return super().cross(x, memory, src_mask) - x
+
+
+def test_what_becomes_of_a_memory_that_may_be_left_out_is_part_of_an_equal() -> None:
+    assert verify(LosesItsTokensToTheMemory).verdict != "equal"
 
 
 class WithMoreKeys(layers.SequentialFeedForwardLayer):

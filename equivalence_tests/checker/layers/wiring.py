@@ -4,7 +4,7 @@ One forward pass is followed: every value is a sum of what was given, the input 
 gave. The residual stream goes from x to the output. Where it cannot be followed, that is said.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,12 +73,17 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
         wiring.unread.append(str(why))
     idle = idle_modules(run, follower.module)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
-    unused = {path: (kind, assigned_at(follower.module, path)) for path, kind in atoms.items() if path in idle}
+    unused = {p: (kind, assigned_at(follower.module, _outermost(p, idle))) for p, kind in atoms.items() if p in idle}
     _judge_unused(wiring, unused, trial.plan.self_attention)
     if follower.returned:
         putting = Putting(follower, partial(_watched, trial))
         _Stream(wiring, putting, contained, trial.plan.self_attention).follow()
     return wiring
+
+
+def _outermost(path: str, idle: Collection[str]) -> str:
+    """Give what holds a module and takes no part either, or the module itself."""
+    return min((one for one in idle if f"{path}.".startswith(f"{one}.")), key=len)
 
 
 def _watched(trial: Trial) -> Without:

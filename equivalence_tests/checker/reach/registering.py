@@ -1,15 +1,12 @@
 """Register the modules that a module keeps in plain lists, so that the check goes on, and remember where they stood."""
 
-import ast
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.reach.fixed import nodes_in
-from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_users
+from equivalence_tests.checker.reporting.lines import CodeLine, assigned_at, code_lines
 
 
 class Unregistered(NamedTuple):
@@ -54,12 +51,9 @@ class Registering:
             waiting += owner.children()
 
     def _note(self, owner: nn.Module, name: str, kept: Any) -> None:
-        file = str(getattr(sys.modules.get(type(owner).__module__), "__file__", None))
-        line = _set_in(file, type(owner).__name__, name) if is_users(file) and file.endswith(".py") else None
-        if line is not None:
-            weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
-            found = Unregistered(name, type(kept).__name__, weights, code_lines(((file, line, ""),)))
-            self._met.setdefault((type(owner), name), found)
+        weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
+        if stack := code_lines(assigned_at(owner, name)):
+            self._met.setdefault((type(owner), name), Unregistered(name, type(kept).__name__, weights, stack))
 
 
 REGISTERING = Registering()
@@ -92,10 +86,3 @@ def _as_modules(kept: Any) -> nn.Module:
     if isinstance(kept, dict):
         return nn.ModuleDict({key: _as_modules(x) for key, x in kept.items()})
     return nn.ModuleList(_as_modules(x) for x in kept)
-
-
-def _set_in(file: str, owner: str, name: str) -> int | None:
-    """Find the line of a class that sets an attribute of its own."""
-    classes = (x for x in nodes_in(file) if isinstance(x, ast.ClassDef) and x.name == owner)
-    inside = (x for one in classes for x in ast.walk(one) if isinstance(x, ast.Attribute) and x.attr == name)
-    return min((x.lineno for x in inside if isinstance(x.ctx, ast.Store)), default=None)
