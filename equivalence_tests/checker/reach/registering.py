@@ -1,12 +1,17 @@
 """Register the modules that a module keeps in plain lists, so that the check goes on, and remember where they stood."""
 
+import ast
+import builtins
+import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.reporting.lines import CodeLine, assigned_at, code_lines
+from equivalence_tests.checker.reach.fixed import nodes_in
+from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_users
 
 
 class Unregistered(NamedTuple):
@@ -42,42 +47,41 @@ class Registering:
 
     def register(self, module: Any) -> None:
         """Register what a module and the modules in it keep in lists, tuples and dictionaries."""
-        waiting = [module] if isinstance(module, nn.Module) else []
-        registered = {id(x) for x in waiting[0].modules()} if waiting else set()
+        waiting = [*module.modules()] if isinstance(module, nn.Module) else []
         for owner in waiting:  # which grows
-            for name, kept in _kept_aside(owner, registered):
-                self._note(owner, name, kept)
-                setattr(owner, name, _as_modules(kept))
-            waiting += owner.children()
-
-    def _note(self, owner: nn.Module, name: str, kept: Any) -> None:
-        weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
-        if stack := code_lines(assigned_at(owner, name)):
-            self._met.setdefault((type(owner), name), Unregistered(name, type(kept).__name__, weights, stack))
+            for name, kept in _kept_aside(owner):
+                file, line = _made_at(type(owner), name) if _is_unknown(kept, module) else ("", 0)
+                if line:
+                    weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
+                    found = Unregistered(name, type(kept).__name__, weights, code_lines(((file, line, ""),)))
+                    self._met.setdefault((type(owner), name), found)
+                    with contextlib.suppress(Exception):  # a class may refuse to be given anything
+                        setattr(owner, name, made := _as_modules(kept))
+                        waiting += made.modules()
 
 
 REGISTERING = Registering()
 
 
-def _kept_aside(owner: nn.Module, registered: set[int]) -> Iterator[tuple[str, Any]]:
-    """Give the attributes that hold nothing but modules, none of them registered, with weights that are to be learnt.
+def _kept_aside(owner: nn.Module) -> list[tuple[str, Any]]:
+    """List the attributes that hold nothing but modules, those that hold most of them first.
 
     A name that begins with an underscore is how modules are hidden on purpose.
     """
-    for name, kept in [*vars(owner).items()]:
-        if name.startswith("_") or type(kept) not in (list, tuple, dict) or not _may_be_modules(kept):
-            continue
-        leaves = tree_leaves(kept)
-        if not leaves or not all(isinstance(x, nn.Module) and id(x) not in registered for x in leaves):
-            continue
-        if any(p.requires_grad for x in leaves for p in x.parameters()):
-            yield name, kept
+    held = [(name, x) for name, x in vars(owner).items() if not name.startswith("_") and _are_modules(x)]
+    return sorted(held, key=lambda one: -len(tree_leaves(one[1])))
 
 
-def _may_be_modules(kept: Any) -> bool:
-    """Whether torch's own dictionary of modules takes the keys of a dictionary."""
-    keys = [*kept] if isinstance(kept, dict) else []
-    return all(isinstance(key, str) and "." not in key and not hasattr(nn.ModuleDict, key) for key in keys)
+def _are_modules(kept: Any) -> bool:
+    return type(kept) in (list, tuple, dict) and all(isinstance(x, nn.Module) for x in tree_leaves(kept))
+
+
+def _is_unknown(kept: Any, module: nn.Module) -> bool:
+    """Whether no module among these is registered, and they have weights to learn that are not registered either."""
+    modules, weights = ({id(x) for x in held} for held in (module.modules(), module.parameters()))
+    leaves = tree_leaves(kept)
+    learnt = (p for x in leaves for p in x.parameters() if p.requires_grad)
+    return not any(id(x) in modules for x in leaves) and any(id(p) not in weights for p in learnt)
 
 
 def _as_modules(kept: Any) -> nn.Module:
@@ -86,3 +90,44 @@ def _as_modules(kept: Any) -> nn.Module:
     if isinstance(kept, dict):
         return nn.ModuleDict({key: _as_modules(x) for key, x in kept.items()})
     return nn.ModuleList(_as_modules(x) for x in kept)
+
+
+def _made_at(owner: type, name: str) -> tuple[str, int]:
+    """Find the file and line in which a class sets an attribute of its own; line 0 where none does.
+
+    What a method is handed is no more than kept there: whoever made it may have registered it.
+    """
+    for kind in owner.__mro__:
+        file = str(getattr(sys.modules.get(kind.__module__), "__file__", None))
+        inside = nodes_in(file) if is_users(file) and file.endswith(".py") else []
+        methods = (x for one in inside if isinstance(one, ast.ClassDef) and one.name == kind.__name__ for x in one.body)
+        for method in (x for x in methods if isinstance(x, ast.FunctionDef)):
+            lines = [line for line, value in _set_to(name, method) if not _is_handed_over(value, method)]
+            if lines:
+                return file, min(lines)
+    return "", 0
+
+
+def _set_to(name: str, method: ast.FunctionDef) -> Iterator[tuple[int, ast.expr]]:
+    """Give the lines of a method that set an attribute, and what they set it to."""
+    for statement in ast.walk(method):
+        match statement:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = [*zip(targets, values, strict=False)]
+            case ast.Assign(targets=targets, value=value):
+                pairs = [(target, value) for target in targets]
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                pairs = [(target, value)]
+            case _:
+                pairs = []
+        inside = ((x, value) for target, value in pairs for x in ast.walk(target) if isinstance(x, ast.Attribute))
+        yield from ((x.lineno, value) for x, value in inside if x.attr == name and isinstance(x.ctx, ast.Store))
+
+
+def _is_handed_over(value: ast.expr, method: ast.FunctionDef) -> bool:
+    """Whether a value holds nothing but arguments of a method, as [encoder] does."""
+    names = [x for x in ast.walk(value) if isinstance(x, ast.Name) and not hasattr(builtins, x.id)]
+    read = {x.id for x in names} - {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    taken = {x.arg for x in ast.walk(method.args) if isinstance(x, ast.arg)} - {"self"}
+    calls = (x.func for x in ast.walk(value) if isinstance(x, ast.Call))
+    return bool(read) and read <= taken and all(hasattr(builtins, getattr(x, "id", "")) for x in calls)

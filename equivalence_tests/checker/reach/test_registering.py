@@ -37,6 +37,7 @@ class Encoder(nn.Module):
         return x
 """
 HELD = "self.held = nn.ModuleList(x for pair in made for x in pair)"
+LEARNT = "self.learnt = nn.ParameterList(p for pair in made for x in pair for p in x.parameters())"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,10 @@ HELD = "self.held = nn.ModuleList(x for pair in made for x in pair)"
         ("self.layers = made", "self.layers", "List"),
         ("self.layers = {str(i): x for i, x in enumerate(made)}", "self.layers.values()", "Dict"),
         ("self.layers = tuple(made)", "self.layers", "List"),
+        ("self.layers = made; self.reversed = made[::-1]", "self.layers", "List"),
+        ("self.layers = made; self.first = made[0]", "self.layers", "List"),
         (f"self.layers = made; {HELD}", "self.layers", ""),
+        (f"self.layers = made; {LEARNT}", "self.layers", ""),
         ("self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in made)", "self.layers", ""),
         ("self._layers = made", "self._layers", ""),
         ("[x.requires_grad_(False) for pair in made for x in pair]; self.layers = made", "self.layers", ""),
@@ -67,3 +71,43 @@ def test_the_instance_that_is_handed_over_stays_as_it_is(tmp_path: Path) -> None
     model = load(f"{tmp_path / 'mine.py'}:Encoder")()
     verify(model)
     assert type(model.layers) is list
+
+
+def test_a_list_that_a_base_class_makes_is_found(tmp_path: Path) -> None:
+    text = TEXT.replace("KEPT", "self.layers = made").replace("LOOP", "self.layers")
+    (tmp_path / "mine.py").write_text(f"{text}\n\nclass Mine(Encoder):\n    pass\n")
+    assert verify(f"{tmp_path / 'mine.py'}:Mine").mistakes == ("modules_not_registered",)
+
+
+def test_a_list_that_cannot_be_registered_is_found(tmp_path: Path) -> None:
+    kept, loop = "self.layers = [{i: x for i, x in enumerate(made)}]", "self.layers[0].values()"
+    (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", kept).replace("LOOP", loop))
+    assert verify(f"{tmp_path / 'mine.py'}:Encoder").mistakes == ("modules_not_registered",)
+
+
+HANDED = """
+
+class Head(nn.Module):
+    def __init__(self, *others):
+        super().__init__()
+        self.norm, self.others = nn.LayerNorm(12), list(others)
+
+    def forward(self, x):
+        return self.norm(self.others[0](x))
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.head = Head(self.attention, self)
+
+    def forward(self, x):
+        return self.head(x)
+"""
+
+
+def test_modules_that_are_handed_over_are_whoevers_they_were(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", "self.layers = []").replace("LOOP", "made") + HANDED)
+    whole = load(f"{tmp_path / 'mine.py'}:Whole")()
+    assert "modules_not_registered" not in (*verify(whole).mistakes, *verify(whole.head).mistakes)
