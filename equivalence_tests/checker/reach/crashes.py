@@ -305,7 +305,9 @@ def _may_be_defined(name: str, last: TracebackType) -> bool:
 
 def _not_in_file(path: str, name: str) -> Fault | None:
     """Say that a file of the user's has nothing of the name that another takes from it."""
-    if DYNAMIC.search("".join(linecache.getlines(path))) or any(_gives(node, name) for node in nodes_in(path)):
+    stars = [x for x in nodes_in(path) if isinstance(x, ast.alias) and x.name == "*"]  # which may give it elsewhere
+    is_dynamic = bool(DYNAMIC.search("".join(linecache.getlines(path))))
+    if stars or is_dynamic or any(_gives(node, name) for node in nodes_in(path)):
         return None
     beside = (x for x in (*Path(path).parent.glob("*.py"), *Path(path).parent.parent.glob("*/*.py")))
     homes = (x for x in beside if re.search(rf"^(def|class) {name}\b", x.read_text(errors="replace"), re.MULTILINE))
@@ -402,15 +404,22 @@ def _failing(last: TracebackType) -> ast.AST | None:
 
 
 def _writes_out_a_call(last: TracebackType) -> bool:
-    """Whether the user's own function was called, by itself or through map, with arguments that are all written out."""
+    """Whether a function of the user's or of torch was called, or given to map, with arguments all written out."""
     own = _failing(last)
     if not isinstance(own, ast.Call):
         return False
     if any(isinstance(x, ast.Starred) for x in own.args) or not all(x.arg for x in own.keywords):
         return False
     through = isinstance(own.func, ast.Name) and own.func.id == "map"
-    names = {**last.tb_frame.f_globals, **last.tb_frame.f_locals}
-    called = named(own.args[0] if through else own.func, names)
+    written = own.args[0] if through else own.func
+    called = named(written, {**last.tb_frame.f_globals, **last.tb_frame.f_locals})
     made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
-    code = getattr(made, "__code__", None)
-    return code is not None and (is_users(code.co_filename) or code.co_filename.startswith(TORCH))
+    file = str(getattr(getattr(made, "__code__", None), "co_filename", ""))
+    return bool(file) and (is_users(file) or (file.startswith(TORCH) and not _is_handed_over(written, last)))
+
+
+def _is_handed_over(written: ast.expr, last: TracebackType) -> bool:
+    """Whether a caller chooses what an expression is: an argument of the function, or what that has."""
+    code = last.tb_frame.f_code
+    taken = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
+    return any(isinstance(x, ast.Name) and x.id in taken for x in ast.walk(written))

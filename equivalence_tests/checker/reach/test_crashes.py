@@ -204,6 +204,7 @@ def test_a_line_that_no_version_of_python_reads_is_found(tmp_path: Path, line: s
     [
         ("def merge(x):\n    return x\n", "Define split there."),
         ("split = globals().get('split')\n", None),
+        ("import torch\n\nif torch.cuda.device_count() > 99:\n    from fused import *\n", None),
         ("def split(x):\n    return x\n", None),
     ],
 )
@@ -225,3 +226,10 @@ def test_the_file_that_has_a_name_is_said(tmp_path: Path) -> None:
     (finding,) = verify(f"{tmp_path / 'model.py'}:Mine").findings
     assert finding.fix == "Import it from helpers.py, which defines it."
     sys.modules.pop("windows", None)
+
+
+def test_a_dropout_that_a_caller_chooses_may_take_other_arguments(tmp_path: Path) -> None:
+    lines = ["def attention(q, k, v, dropout=None):", "weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)"]
+    lines += ["if dropout is not None:", "    weights = dropout(weights, 0.1, True)", "return weights @ v"]
+    (tmp_path / "mine.py").write_text(HEAD + "\n    ".join(lines))
+    assert verify(f"{tmp_path / 'mine.py'}:attention").verdict != "deviates"
