@@ -1,5 +1,6 @@
 """Modules and functions that return the weights of an attention, and nothing else."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -102,10 +103,17 @@ class Affinities(OfHeads):
         return self.scores(query, key).sigmoid()
 
 
-@pytest.mark.parametrize("other", [scores_of, matches, Affinities])
+class CannotBeCopied(Affinities):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("other", [scores_of, matches, Affinities, CannotBeCopied])
 def test_what_comes_back_and_is_not_called_attention_or_is_no_weights_is_not_accused(other: Any) -> None:
     report = verify(other)
     assert (report.verdict, report.findings) == ("unchecked", []), str(report)
+    assert "The check stopped" not in report.reason
 
 
 class ByMethod(LooksBack):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 
@@ -20,12 +21,14 @@ ALONE = "it returns the weights alone; they were compared by what they make of t
 
 
 def averaging(subject: Subject) -> Subject | None:
-    """Give code with the product of its weights and the tokens behind it; None where it takes one tensor alone."""
+    """Give code with the product of its weights and the tokens behind it; None where that cannot be."""
     if sum(p.default is p.empty for p in parameters_of(subject.function)) < 2:
         return None
     if subject.module is None:
         return replace(subject, function=functools.wraps(subject.function)(_averaging(subject.function)))
-    module = copy.deepcopy(subject.module)
+    module = attempt(functools.partial(copy.deepcopy, subject.module))
+    if module is None:  # some modules cannot be copied
+        return None
     forward: Callable[..., Any] = type(module).forward
     module.forward = MethodType(functools.wraps(forward)(_averaging(forward)), module)
     return replace(subject, function=module)
