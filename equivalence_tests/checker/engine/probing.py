@@ -143,7 +143,8 @@ def query_by_query(situation: Situation) -> list[Departure] | None:
 def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths, trial = situation.trial.sizes, situation.trial
-    own = situation.plan.self_attention or situation.hides_by_itself  # a causal mask of its own has one length
+    # A causal mask of its own has one length, and images that attend to each other are as large as each other.
+    own = situation.plan.self_attention or situation.hides_by_itself or situation.plan.layout in OF_PIXELS
     others = [role for _, role in situation.plan.roles if role not in OF_TOKENS and role[0] not in "=["]
     guessed = bool(others) and not situation.plan.named
     if own or guessed or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
@@ -227,6 +228,8 @@ def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Itera
         for operation, kept, count in _dropping(evaluated, trained, numbers) if not (too and returned) else ():
             facts = {"have": have, "claim": f"In training, {count - len(kept)} of {count} numbers became 0 here."}
             said = "the weights are dropped too" if too else "what comes back is dropped" if returned else ""
+            if have == FORMS["output"]:  # another way to regularise, which changes no number in eval
+                said = said or "what the weights made is dropped in their place, in training alone"
             yield Departure("dropout_not_on_weights", "dropout", operation, facts, evidence=said)
 
 

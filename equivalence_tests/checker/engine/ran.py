@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.vocabulary import DRAWS, words
+from equivalence_tests.checker.engine.vocabulary import DRAWS, FILLS, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -113,3 +113,20 @@ def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
             reached |= set() if torch.equal(one.inputs[0].value, one.outputs[0].value) else {line.number}
     never = {number: text for number, text in lines.items() if number not in reached}
     return [Exercise(f"the bound in line {n}", False, f"`{text}` cut nothing off") for n, text in never.items()]
+
+
+def never_hid(recorder: Recorder, ids: set[str]) -> list[Exercise]:
+    """List the lines that hide keys by what ids alone say, where these say it of none.
+
+    Args:
+        recorder: A recording of a call.
+        ids: How the ids that it was given are called in it.
+    """
+    lines = dict[int, str]()
+    for one in recorder.operations:
+        for slot, bits in zip(one.inputs, one.origins, strict=True) if one.name in FILLS and one.frames else ():
+            made_of = recorder.named(bits) if slot.value.dtype == torch.bool else []
+            if made_of and ids.issuperset(made_of) and not bool(slot.value.any()):
+                line = code_lines(one.frames)[-1]
+                lines[line.number] = line.text
+    return [Exercise(f"the mask in line {n}", False, f"`{text}` hid nothing") for n, text in lines.items()]

@@ -1759,6 +1759,64 @@ def made_of_positions(length: int, width: int) -> Tensor:
     return (torch.arange(length)[:, None] / 10 ** torch.linspace(0, 3, width)).sin()
 
 
+class HidesPadding(nn.Module):
+    """Hides the keys whose number is 0."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores.masked_fill((token_ids == 0)[:, None, :, None], -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_padding_that_no_call_has_is_no_part_of_an_equal() -> None:
+    report = verify(HidesPadding)
+    assert report.verdict == "partial", str(report)
+    assert [one for one in report.not_exercised if "masked_fill" in one.detail]
+
+
+class DropsWhatAttends(nn.Module):
+    """Drops the averaged values in training, not the weights."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = num_heads, nn.Dropout(dropout)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = self.dropout((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def test_what_training_drops_of_the_averaged_values_is_said_and_accuses_nobody() -> None:
+    report = verify(DropsWhatAttends)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["dropout_not_on_weights"])
+
+
+class FusesImages(nn.Module):
+    """Keys come first, from an image as large as that of the queries."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.out = num_heads, nn.Linear(dim, dim)
+
+    def forward(self, k: Tensor, q: Tensor, v: Tensor) -> Tensor:
+        b, c, h, w = k.shape
+        q, k, v = (x.flatten(2).mT.reshape(b, h * w, self.num_heads, -1).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return self.out(attended.transpose(1, 2).reshape(b, h * w, c)).mT.reshape(b, c, h, w)
+
+
+def test_images_that_attend_to_each_other_are_as_large_as_each_other() -> None:
+    assert "other_lengths_crash" not in verify(FusesImages).mistakes
+
+
 class ShiftsItsKeys(Attends):
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))

@@ -39,7 +39,7 @@ from equivalence_tests.checker.engine.probing import (
     overflowing,
     query_by_query,
 )
-from equivalence_tests.checker.engine.ran import drawn_in
+from equivalence_tests.checker.engine.ran import drawn_in, never_hid
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
@@ -344,7 +344,8 @@ def _cover(report: Report, situation: Situation) -> None:
     if subject.built and subject.module is not None:
         cover_options(covered, subject)
     exercises = [hold_option(one, report, situation) for one in covered.exercises]
-    report.coverage += [*drawn_in(situation.found.run.operations), *exercises]
+    run = situation.found.run
+    report.coverage += [*drawn_in(run.operations), *never_hid(run.recorder, _ids_in(situation)), *exercises]
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()
@@ -355,6 +356,13 @@ def _cover(report: Report, situation: Situation) -> None:
         report.verdict = "deviates"
     elif report.not_exercised:
         report.verdict = "partial"
+
+
+def _ids_in(situation: Situation) -> set[str]:
+    """Name the arguments that are neither tokens nor a mask, as a recording knows them."""
+    guessed = {name for name, role in situation.plan.roles if role.startswith("=")}
+    numbered = {name for name, x in situation.call.tensors if x.dtype == torch.long}
+    return {f"arg:{name}" for name in (guessed | numbered) - {situation.plan.mask_parameter}}
 
 
 def _what_is_missing(situation: Situation) -> str:

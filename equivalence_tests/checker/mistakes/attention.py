@@ -764,7 +764,7 @@ CALLS = (
         ("{have}", "dropout(softmax(scores)) v"),
         "Drop the weights, after the softmax and before they meet the values.",
         (DROP_LINE, "weights"),
-        (WEIGHED, "self.dropout(dropped @ v)"),
+        (WEIGHED, "dropped @ self.dropout(v)"),
     ),
     _dropout(
         "dropout_not_rescaled",
