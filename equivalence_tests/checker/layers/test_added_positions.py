@@ -100,6 +100,23 @@ def test_what_is_wrong_without_or_with_positions_is_not_passed_over(
     assert said in report.reason or said in blamed, str(report)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ("else x + pos", "else x", ["pos", "query_pos"]),
+        ("return tgt + self.lin2", "return tgt if pos is not None else tgt + self.lin2", ["a call without"]),
+    ],
+)
+def test_positions_that_do_nothing_or_change_the_program_are_no_equal(
+    old: str, new: str, left: list[str], tmp_path: Path
+) -> None:
+    assert old in OPTIONAL
+    (tmp_path / "theirs.py").write_text(OPTIONAL.replace(old, new), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    assert report.verdict == "partial", str(report)
+    assert all(any(one.what.startswith(name) for one in report.not_exercised) for name in left), str(report)
+
+
 OWN = """
 import torch
 from torch import nn

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
@@ -44,6 +45,8 @@ from equivalence_tests.checker.reporting.report import Report
 WORDS = "a Transformer of torch's parts", "one"
 UNTRIED = "it is handed over here, and by itself it could not be checked with that"
 HANDED = "it was handed over, and compared with a program of torch's parts"
+IDLE = "it was handed over, and what comes back is the same without it"
+APART = "the program is that of calls with it, and was not found to be that of calls without"
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Whole:
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
+    apart: str = ""  # the positions without which the program does not hold
 
     @cached_property
     def calls(self) -> Calls:
@@ -104,6 +108,15 @@ class Whole:
         given = [bound(self.module.get_submodule(path), call.args, call.kwargs) for call in calls]
         return {name for one in given for name, x in one.items() if isinstance(x, Tensor)}
 
+    def takes_part(self, name: str) -> bool:
+        """Whether a tensor that the whole is given changes what comes back; of others than tensors nothing is asked."""
+        call = self.calls.recorded(0, False)
+        if not isinstance(call.kwargs.get(name), Tensor):
+            return True
+        other = replace(call, kwargs={**call.kwargs, name: torch.zeros_like(call.kwargs[name])})
+        pairs = zip(tensors_in((call.returned(),)), tensors_in((other.returned(),)), strict=True)
+        return any(not torch.equal(x, y) for x, y in pairs)
+
     def equivalent(self) -> Equivalent:
         """Read the program, write it down, and compare it.
 
@@ -124,7 +137,7 @@ class Whole:
                 if found.agrees:
                     return found
         if self.plain is not None and (found is None or not found.agrees):  # one program for the positions alone
-            self.plain = None
+            self.apart, self.plain = " and ".join(sorted(self.positions)), None
             return self.equivalent()
         if found is None:
             raise why
@@ -247,6 +260,8 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
+    if whole.apart:
+        report.coverage.append(Exercise(f"a call without {whole.apart}", False, APART))
     left = (f"{name} of {path}" for path, names in whole.untried.items() for name in names & whole.given_to(path))
     report.coverage += [Exercise(one, False, UNTRIED) for one in sorted(left)]
     return True
@@ -256,7 +271,10 @@ def _as_handed(one: Exercise, whole: Whole) -> Exercise:
     """Say of an argument that no call of a layer by itself has given that the whole hands it over, if it does."""
     name, _, path = one.what.partition(" of ")
     is_part = not one.exercised and path in dict(whole.module.named_modules())
-    return replace(one, exercised=True, detail=HANDED) if is_part and name in whole.given_to(path) else one
+    if not is_part or name not in whole.given_to(path):
+        return one
+    takes_part = bool(path) or whole.takes_part(name)
+    return replace(one, exercised=True, detail=HANDED) if takes_part else replace(one, detail=IDLE)
 
 
 def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> None:
