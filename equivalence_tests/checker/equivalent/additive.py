@@ -28,7 +28,7 @@ from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import prepare
+from equivalence_tests.checker.reach.state import attempt, prepare
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -149,13 +149,26 @@ def _decide(report: Report, found: Additive, situation: Situation) -> None:
 
 
 def _not_run(situation: Situation) -> Iterator[Exercise]:
-    """List the arguments and options that no call had."""
+    """List the arguments and options that no call had, and training where that differs."""
     function, built = situation.subject.function, situation.subject.built
     given = {*dict(situation.plan.roles), *unread_arguments(function)}
     for name in (p.name for p in parameters_of(function) if p.name not in given):
         yield Exercise(name, False, "its name does not say what it does")
     for name, value in other_options(type(function)) if built else ():
         yield Exercise(f"{name}={value}", False, "it was not built with that")
+    if not _trains_alike(situation):
+        yield Exercise("training", False, "it gives other numbers than in evaluation; what it drops was not compared")
+
+
+def _trains_alike(situation: Situation) -> bool:
+    """Whether training gives the same numbers as evaluation."""
+    module = situation.subject.module
+    assert module is not None  # it has parameters
+    before = [*tensors_in((situation.call.returned(),))]
+    module.train()
+    after = attempt(lambda: [*tensors_in((situation.call.returned(),))]) or []
+    module.eval()
+    return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
 def _readings(situation: Situation) -> Iterator[Additive]:

@@ -92,6 +92,11 @@ class JoinsAndReturnsNoWeights(Joins):
         return output, weights.square()
 
 
+class AddsAndDropsScores(Adds):
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return nn.functional.dropout(super().scores(queries, keys), 0.5, self.training)
+
+
 @pytest.mark.parametrize("other", [AddsWithoutTanh, AddsOverQueries])
 def test_what_is_no_such_program_could_not_be_checked(other: Any) -> None:
     report = verify(other)
@@ -99,7 +104,10 @@ def test_what_is_no_such_program_could_not_be_checked(other: Any) -> None:
     assert "additive attention" in report.reason
 
 
-@pytest.mark.parametrize(("other", "what"), [(AddsAndHidesTooLate, "mask"), (JoinsAndReturnsNoWeights, "output 2")])
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [(AddsAndHidesTooLate, "mask"), (JoinsAndReturnsNoWeights, "output 2"), (AddsAndDropsScores, "training")],
+)
 def test_what_the_program_does_not_give_is_listed(other: Any, what: str) -> None:
     report = verify(other)
     assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", [what]), str(report)
