@@ -33,10 +33,11 @@ from equivalence_tests.checker.reach.proposing import other_options, parameters_
 from equivalence_tests.checker.reach.state import attempt, held_by, prepare
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import code_lines, source_of
 
 OTHER_SCALE = 0.7
 LENGTH, FEW = 5, 2
+WINDOWS = re.compile(r"window|\bnW\b|n_?w(in)?\b", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
@@ -120,6 +121,8 @@ def cover_fewer_masks(covered: Covered, form: MaskForm | None) -> None:
     several = replace(covered.trial, sizes=replace(covered.trial.sizes, batch=2 * FEW))
     name, sizes, inputs = several.plan.mask_parameter, several.sizes, several.inputs()
     if form is None or form.pattern != "full" or form.held or "head" in form.shape or several.plan.positional:
+        return
+    if not WINDOWS.search(source_of(type(several.function))):  # elsewhere neighbours may share a mask, as beams do
         return
 
     def output(may: Tensor) -> Tensor | None:
