@@ -526,6 +526,23 @@ def test_a_module_that_is_handed_to_others_is_called_where_it_is_held() -> None:
     assert report.equivalent.source.count("self.angles(") == 2
 
 
+class StopsAGradient(TurnedBlock):
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        return x + self.attn(self.before(x).detach(), angles)
+
+
+class OfStoppedGradients(OfOneTable):
+    def __init__(self, vocab_size: int = 31, width: int = 42) -> None:
+        super().__init__(vocab_size, width)
+        self.blocks = nn.ModuleList(StopsAGradient(width) for _ in range(2))
+
+
+def test_a_gradient_that_is_stopped_is_no_part_of_an_equal() -> None:
+    report = verify(OfStoppedGradients)
+    assert report.verdict == "unchecked", str(report)
+    assert "gradient" in report.reason
+
+
 def test_ids_may_be_cast_and_tokens_may_not() -> None:
     assert verify(CastsItsIds, kind="layers").verdict == "equal"
     assert verify(RoundsItsTokens, kind="layers").verdict not in ("equal", "partial")

@@ -87,6 +87,8 @@ class Scope:
         if one.name == "setitem":  # what is written into may be read before, too
             name = f"h{self.count + 1}"
             text = f"{args[0]}.clone()\n{Code(name)[args[1]]} = {written(args[2])}"
+        elif one.name == "detach":
+            text = names[0]  # torch's parts stop no gradient, so that one that is stopped differs
         else:
             text = call_text(one.function, one.name, args, kwargs)
         hidden = [*dict.fromkeys(name for name in names if name in self.maybe)]
