@@ -188,6 +188,12 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
             return _not_in_self(owner, name, last)
+    return _fault_of_call(error, last)
+
+
+def _fault_of_call(error: BaseException, last: TracebackType) -> Fault | None:
+    """Say the same of what is passed, called or asked."""
+    match error:
         case TypeError() if MISFIT.search(str(error)) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
             return Fault("what is passed is written out in this line", "Pass what is taken there.")
         case TypeError() if overloads := TAKES.search(str(error)):
