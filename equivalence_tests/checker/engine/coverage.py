@@ -136,7 +136,7 @@ def cover_fewer_masks(covered: Covered, form: MaskForm | None) -> None:
     if near(fewer, repeated, MEASURED):
         covered.add(what, (), "the masks of one image follow each other, as its windows do")
     else:
-        covered.leave_out(what, "each mask is for samples side by side, not for one window of every image in turn")
+        covered.leave_out(what, "each is laid over neighbouring samples, not over the same window of every image")
 
 
 def _dropout(name: str, may_be_a_module: bool, covered: Covered) -> None:

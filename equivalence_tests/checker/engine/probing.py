@@ -229,7 +229,7 @@ def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Itera
             facts = {"have": have, "claim": f"In training, {count - len(kept)} of {count} numbers became 0 here."}
             said = "the weights are dropped too" if too else "what comes back is dropped" if returned else ""
             if have == FORMS["output"]:  # another way to regularise, which changes no number in eval
-                said = said or "what the weights made is dropped in their place, in training alone"
+                said = said or "the averaged values are dropped in their place, and in training alone"
             yield Departure("dropout_not_on_weights", "dropout", operation, facts, evidence=said)
 
 

@@ -43,7 +43,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 WORDS = "a Transformer of torch's parts", "one"
-UNTRIED = "it is handed over here, and by itself it could not be checked with that"
+UNTRIED = "it is handed over here, but the part alone could not be checked with it"
 HANDED = "it was handed over, and compared with a program of torch's parts"
 IDLE = "it was handed over, and what comes back is the same without it"
 APART = "the program is that of calls with it, and was not found to be that of calls without"
