@@ -115,7 +115,7 @@ EXPLANATIONS = (
         "both; by hand it is an error.",
         (
             Place(masks.visible_from_sdpa, "0 if is_causal"),
-            Place(masks.Visible.as_bias, "tril(self.diagonal)"),
+            Place(masks.Visible.as_bias, "triu(self.diagonal + 1)"),
         ),
         causal,
         drawn(masks.causal(2, 4)),
