@@ -10,12 +10,13 @@ once, and a tile never leaves the chip: scores and weights are not even written 
 3. ``_key_gradients``: one program for each tile of keys, which goes over the queries that may look at them. It is a
    kernel of its own, since two programs that add to the same gradient would have to wait for each other.
 
-Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, the kernel
-itself takes 0.13 ms forward, and 0.09 with a causal mask, but its launch from Python takes 0.2 to 0.4 whatever is
-computed: a call takes 0.35 ms and 0.38, where the textbook takes 1.34 and 1.94, and torch's flash kernel 0.08 and 0.07.
-Causal training takes 1.29 ms, 4.55 and 0.47, with 24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu). It is
-meant for half precision: float32 is multiplied exactly, not in TF32, which takes several times as long as torch's
-memory-efficient kernel.
+Nothing takes this path unless it is switched on. On an H200 in bfloat16, with 8 heads of 64 and length 4096, a call
+takes 0.35 ms, and 0.38 with a causal mask, where the textbook takes 1.34 and 1.94, and torch's flash kernel 0.12.
+Causal training takes 1.29 ms, 4.55 and 0.45, with 24 MiB where the textbook needs 2 GiB (benchmarks/results/gpu). Most
+of a call is its launch from Python: the forward kernel alone takes 0.13 ms, and 0.09 with a causal mask
+(``triton.testing.do_bench``). It is meant for half precision: float32 is multiplied exactly, not in TF32, which takes
+several times as long as torch's memory-efficient kernel.
+
 Triton is the extra ``triton``; with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the
 CPU, slowly.
 
@@ -328,7 +329,7 @@ def _spans(first, SIZE: tl.constexpr, length, earliest, latest, OTHER_SIZE: tl.c
     """Cut the places that a tile looks at in three: those before and after the middle hide some of the scores.
 
     Place i of the tile looks at the places i + earliest ... i + latest of the others. In the middle all scores count,
-    and none needs to be asked, which saves a third of the time.
+    and none needs to be asked.
     """
     start = tl.maximum(first + earliest, 0) // OTHER_SIZE * OTHER_SIZE
     stop = tl.maximum(tl.minimum(tl.minimum(first + SIZE, length) + latest, other_length), start)

@@ -37,7 +37,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, source_of
 
 OTHER_SCALE = 0.7
 LENGTH, FEW = 5, 2
-WINDOWS = re.compile(r"window|\bnW\b|n_?w(in)?\b", re.IGNORECASE)
+OF_WINDOWS = re.compile(r"window|\bn_?w(in)?\b", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
@@ -117,12 +117,12 @@ def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) ->
 
 
 def cover_fewer_masks(covered: Covered, form: MaskForm | None) -> None:
-    """Call with half as many masks as samples, which code for the windows of images takes: one for each place."""
+    """Call code for the windows of images with half as many masks as samples: one for each window of an image."""
     several = replace(covered.trial, sizes=replace(covered.trial.sizes, batch=2 * FEW))
     name, sizes, inputs = several.plan.mask_parameter, several.sizes, several.inputs()
-    if form is None or form.pattern != "full" or form.held or "head" in form.shape or several.plan.positional:
-        return
-    if not WINDOWS.search(source_of(type(several.function))):  # elsewhere neighbours may share a mask, as beams do
+    of_windows = OF_WINDOWS.search(source_of(type(several.function)))  # elsewhere neighbours may share one, as beams do
+    of_samples = form is not None and form.pattern == "full" and not form.held and "head" not in form.shape
+    if form is None or not (of_windows and of_samples) or several.plan.positional:
         return
 
     def output(may: Tensor) -> Tensor | None:

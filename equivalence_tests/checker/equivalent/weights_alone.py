@@ -35,15 +35,16 @@ def averaging(subject: Subject) -> Subject | None:
 
 
 def _averaging(weigh: Callable[..., Any]) -> Callable[..., Tensor]:
-    known = set[bool]()  # what was once seen to give weights may give others in training, or where a mask is wrong
+    known = False  # what was once seen to give weights may give others in training, or where a mask is wrong
 
     def averaged(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal known
         (weights,) = tensors_in((weigh(*args, **kwargs),))
         if not known and not _are_weights(weights):
             raise ValueError("what comes back are no weights")
         given = [x for x in args if not isinstance(x, nn.Module)]
         average = next(_averages(weights, [*tensors_in((given, kwargs))]))
-        known.add(True)
+        known = True
         return average
 
     return averaged

@@ -124,7 +124,9 @@ def _with_options(report: Report, subject: Subject) -> Report:
             continue
         found = _examine_subject(replace(subject, function=other), report.target)
         with_it = [one for one in found.findings if value is True or never_asked(one)]
-        report.findings += [replace(one, evidence=f"{one.evidence} built with {what}".strip()) for one in with_it]
+        report.findings += [
+            replace(one, evidence="; ".join(filter(None, (one.evidence, f"built with {what}")))) for one in with_it
+        ]
         if value is True and found.verdict != "unchecked":
             report.coverage = [*_run_in(report.coverage, found, what)]
         unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised

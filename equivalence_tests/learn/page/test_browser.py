@@ -136,7 +136,7 @@ EVERY_PAIR = """
                 const name = input.closest('fieldset').dataset.argument, key = `${name}.${input.value}`;
                 if (String(now().map(x => x.dataset.key)) !== key || now()[0].matches('.live')) problems.push([key, now().length]);
                 seenKeys.push(key);
-                if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['untold', key]);
+                if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['not explained', key]);
                 for (const other of board.querySelectorAll('input:not([value="0"])')) {
                     if (other.name === input.name || !(input.compareDocumentPosition(other) & 4)) continue;  // each pair once
                     other.click(); await wait();
