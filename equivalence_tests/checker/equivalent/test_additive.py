@@ -111,22 +111,3 @@ def test_what_is_no_such_program_could_not_be_checked(other: Any) -> None:
 def test_what_the_program_does_not_give_is_listed(other: Any, what: str) -> None:
     report = verify(other)
     assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", [what]), str(report)
-
-
-class DropsRarely(Adds):
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size)
-        self.dropout = nn.Dropout(0.01)
-
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        scores = self.scores(queries, keys)
-        weights = (scores if mask is None else scores.masked_fill(mask == 0, -1e9)).softmax(-1)
-        return self.dropout(weights) @ values
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_what_training_rarely_drops_is_seen_whatever_the_random_numbers(seed: int) -> None:
-    module = DropsRarely(12)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        assert [one.what for one in verify(module).not_exercised] == ["training"]
