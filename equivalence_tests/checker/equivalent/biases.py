@@ -31,6 +31,7 @@ class Visible:
         most: Of the distance; the length of a window. None for any.
         from_end: Whether the last query stands beside the last key; else the first beside the first.
         windows: Into which the tokens are cut; None for one of all.
+        not_own: Whether a query does not see the key of its own place.
         evidence: What says that it is intended, if that is known.
     """
 
@@ -38,16 +39,19 @@ class Visible:
     most: int | None = None
     from_end: bool = False
     windows: Windows | None = None
+    not_own: bool = False
     evidence: str = field(default="", compare=False)
 
     @property
     def is_everything(self) -> bool:
         """Whether nothing is hidden."""
-        return self.least is None and self.most is None and self.windows is None
+        return self == Visible()
 
     def __str__(self) -> str:
         if self.windows is not None:
             return str(self.windows)
+        if self.not_own:
+            return "a query does not see its own key"
         if self.least == 0 and self.most is None:
             return "the future is hidden" + (", counted from the last key" if self.from_end else "")
         return f"a query sees keys at distances from {self.least} to {self.most} only"
@@ -61,7 +65,8 @@ class Visible:
         if self.windows is not None:
             return self.windows.hidden(*gap.shape)
         gap = gap + gap.size(1) - gap.size(0) if self.from_end else gap
-        low = torch.zeros_like(gap, dtype=torch.bool) if self.least is None else gap < self.least
+        low = gap == 0 if self.not_own else torch.zeros_like(gap, dtype=torch.bool)
+        low = low if self.least is None else gap < self.least
         return low if self.most is None else low | (gap > self.most)
 
 
@@ -314,6 +319,7 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
         Visible(int(seen.min())),
         Visible(int(seen.min()), int(seen.max())),
         Visible(None, int(seen.max())),
+        Visible(not_own=True),
     ]
     tried += [Visible(windows=read_windows(~hidden[0]))]
     found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)

@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
-from equivalence_tests.checker.reach.state import keeping_state
+from equivalence_tests.checker.reach.state import keeping_state, settings_of
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
 WRITTEN_INTO = ", which the call writes into"
@@ -118,11 +118,12 @@ def compare(program: Callable[[Case], Computes], cases: Iterable[Case], layout: 
 
 @contextmanager
 def kept_parameters(module: nn.Module | None) -> Iterator[None]:
-    """Let all parameters but single numbers that are frozen be differentiated and drawn anew; put them back after."""
+    """Let all parameters but those that are frozen on purpose be differentiated and drawn anew; put them back after."""
+    settings = set() if module is None else {id(x) for x in settings_of(module)}
     every = [] if module is None else list(module.parameters())
     kept = [(x, x.detach().clone(), x.requires_grad) for x in every if x.is_floating_point()]
     for x, _, learns in kept:
-        x.requires_grad_(learns or x.numel() > 1)
+        x.requires_grad_(learns or id(x) not in settings)
     try:
         yield
     finally:

@@ -74,9 +74,9 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
     Args:
         report: Receives what is intended, or why there is no verdict.
         evidence: What says so of each step; "" where nothing does.
-        intended: What the user says is intended, by name, each with the reason.
+        intended: What is known to be intended, by name, or one step by its words, each with the reason.
     """
-    reasons = {step: said or intended.get(step.name, "") for step, said in evidence.items()}
+    reasons = {step: said or intended.get(step.words, intended.get(step.name, "")) for step, said in evidence.items()}
     unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
         report.verdict = "unchecked"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.equivalent.steps import RESIDUAL, Step
 from equivalence_tests.checker.reach.calling import columns_of
 from equivalence_tests.checker.reach.state import ask
 
@@ -284,7 +284,7 @@ class Evidence:
                 yield from self._made(one, stage)
         sums = [one for one in all_of(expression) if isinstance(one, Made) and one.name == "sum"]
         if stage == "output" and any(map(_is_given, (x for one in sums for x in one.inner))):
-            yield Step("a residual connection", "what is added is an argument as it is", "residual")
+            yield Step(RESIDUAL, "what is added is an argument as it is", "residual")
 
     def _made(self, one: Made, stage: str) -> Iterator[Step]:
         """List what speaks for itself in no name."""

@@ -34,6 +34,7 @@ NAMES: Mapping[str, str] = {
     "mask": "mask|window|causal",
 }
 OF_ITS_OWN = "_of_its_own"
+RESIDUAL = "a residual connection"
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ class AttentionWriter:
             yield f"places = {places}"
             apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
             yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
-        elif any(x is not None for x in (bias.slopes, bias.relative, visible.windows, visible.least, visible.most)):
+        elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
             yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)
@@ -354,6 +354,8 @@ class AttentionWriter:
         if visible.windows is not None:
             queries, keys = (visible.windows.of(Text(x, self.writer), self._width) for x in ("queries", "keys"))
             yield f"bias = bias.masked_fill(({queries})[:, None] != {keys}, -torch.inf)  # not in its window"
+        if visible.not_own:
+            yield "bias = bias.masked_fill(distance == 0, -torch.inf)"
         if visible.least is not None:
             yield f"bias = bias.masked_fill(distance < {visible.least}, -torch.inf)"
         if visible.most is not None:

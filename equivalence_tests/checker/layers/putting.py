@@ -53,12 +53,25 @@ class Putting:
         own = [one for one in made if not is_torchs(self.follower.module.get_submodule(one.place))]  # as a dropout is
         sums = [one for one in own if one.name in ADDS]
         for one in sums or own[::-1]:
+            if handed := self._handed(one, have, want):
+                return handed
             taken = [(one, number) for number, x in enumerate(_taken(one)) if self._terms(x) == have]
             for tap in ((one, GIVES), *taken):  # what is moved lies as other tensors do before that
                 sources = self._sources(want, _tensor(tap).shape, one.index + (tap not in taken), tap)
                 if sources:
                     return self._repair(tap, sources)
         return self._put(have, want, [*(one for one in self.between if one not in made), *self.parts])
+
+    def _handed(self, one: Operation, have: Terms, want: Terms) -> tuple[Repair, ...]:
+        """Hand over another tensor to the sub-module that adds up a sum, so that the sum is another one."""
+        calls = [call for call in self.follower.recorder.calls if call.path and call.path == one.place]
+        for call in (call for call in calls if call.first <= one.index < call.end):
+            for number, x in enumerate(_taken(call)):
+                wanted = summed(want, summed(have, self._terms(x), -1), -1)
+                sources = self._sources(wanted, x.shape, call.first) if self._terms(x) else ()
+                if sources:
+                    return self._repair((call, number), sources)
+        return ()
 
     def taken(self, label: str, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another that a part takes."""

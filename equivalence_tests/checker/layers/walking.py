@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_with_proof
 from equivalence_tests.checker.equivalent.one_call import WHOLE
+from equivalence_tests.checker.equivalent.steps import RESIDUAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import (
@@ -68,6 +69,7 @@ MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
+OF_LAYER = "the layer that holds it may leave the residual to it"
 
 
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
@@ -371,6 +373,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
     outside = walk.called_from_outside(path)
     own |= {"norm_never_used": outside} if outside else {}
+    own |= {RESIDUAL: OF_LAYER}  # where the layer adds one, too, its wiring says so
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
     try:

@@ -26,6 +26,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Value,
     are_positions,
     are_tokens,
+    call_of,
     events_in,
     factor_of,
     kind_in,
@@ -195,6 +196,7 @@ class Follower:
             self.sums.used(value, path)
             self.sums.positioned(value, kind, path)
         if kind == "attention":
+            data = data if path not in self.paths else self.labels.unprojected(self.module.get_submodule(path), data)
             self.sums.attended(path, data, frames)
         self.sums.behind(data[0], kind, path, self.module)
         if kind == "linear" and self.labels.kind(data[0]) == "given":
@@ -367,7 +369,7 @@ class Follower:
                 whole = numbers_in(self.module, name) == slot.value.numel()
                 self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}" * whole)
         for value in (one, other):
-            self.labels.summed.setdefault(value.only, operation.frames)
+            self.labels.summed.setdefault(value.only, (*operation.frames, *call_of(operation, self.recorder)))
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
             self.sums.say("what is added lies in another order", "project")

@@ -28,6 +28,7 @@ MOST_OPERATIONS = 12  # of which an activation is written out
 FEATURES = 1 << 20  # more than a token has
 Terms = tuple[tuple[str, float], ...]
 # What a stream of tokens begins with.
+MATRICES = ("linear", "embedding")  # a matrix that reads the input as it is embeds it
 BASES = ("given", "embedding", "table", "positions", "tokens", "layer", "added")
 WITHIN = ("layer_norm", "gain", "conditioned", "linear", "activation", "product", "feed_forward", "attention", "piece")
 # What torch's own modules are in the wiring.
@@ -107,6 +108,7 @@ class Labels:
     streams: set[Terms] = field(default_factory=set)  # sums of what a layer was given and what its sub-layers gave
     users: dict[str, set[str]] = field(default_factory=dict)  # the kinds of what takes a label
     summed: dict[str, Frames] = field(default_factory=dict)  # the lines that first add a label to something
+    projecting: set[str] = field(default_factory=set)  # what stands in for the projections of an attention
 
     def add(self, kind: str, words: str, inputs: Iterable[Value] = (), frames: Frames = ()) -> str:
         """Give the label of something; the same for the same part with the same inputs."""
@@ -117,6 +119,17 @@ class Labels:
             for inside, _ in value.terms:
                 self.users.setdefault(inside, set()).add(kind)
         return label
+
+    def unprojected(self, attention: nn.Module, data: list[Value]) -> list[Value]:
+        """Give what the matrices take that project for an attention without projections, each for one operand."""
+        inside = [p for p in attention.parameters() if p.dim() > 1]
+        alone = len(inside) < 2 and all(p.dim() == 2 and p.size(0) == p.size(1) for p in inside)
+        made = [self.made.get(x.only) for x in data]
+        apart = len({x.only for x in data}) == len(data) > 1 and all(m and m.kind in MATRICES for m in made)
+        if not alone or not apart:
+            return data
+        self.projecting |= {x.only for x in data}
+        return [m.inputs[0] for m in made if m is not None]
 
     def bare(self, terms: Terms) -> Terms:
         """Give a sum without the positions that are an argument of their own."""
@@ -200,6 +213,12 @@ def kind_in(module: nn.Module, path: str, kinds: Mapping[str, str]) -> str:
     plain = constructor(own) and next(own.parameters(), None) is None
     acts = type(own).__name__.lower() in ACTS and not isinstance(own, nn.Softmax)
     return "activation" if plain and acts else ""
+
+
+def call_of(operation: Operation, recorder: Recorder) -> Frames:
+    """The lines that call the sub-module that runs an operation; none where the module itself runs it."""
+    calls = [one for one in recorder.calls if one.path and one.first <= operation.index < one.end]
+    return max(calls, key=lambda one: one.first).frames if calls else ()
 
 
 def events_in(recorder: Recorder, module: nn.Module, kinds: Mapping[str, str]) -> Iterator[ModuleCall]:

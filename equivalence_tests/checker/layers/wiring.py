@@ -20,13 +20,13 @@ from equivalence_tests.checker.equivalent.search import together
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.putting import Putting
 from equivalence_tests.checker.layers.whole_steps import Follower
-from equivalence_tests.checker.layers.whole_values import BASES, Labels, Made, Terms, Value, summed
+from equivalence_tests.checker.layers.whole_values import BASES, MATRICES, Labels, Made, Terms, Value, summed
 from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 SUBLAYERS = ("attention", "feed_forward")
-MATRICES = ("linear", "embedding")  # a matrix that reads the input as it is embeds it
+FOLLOWED = ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS)
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _steps(labels: Labels, atoms: Mapping[str, str], wiring: Wiring) -> dict[str
     """List what the parts made; matrices that follow one another through an activation are one feed-forward."""
     found: dict[str, Made] = {}
     for label, made in labels.made.items():
-        if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS):
+        if label in labels.projecting or not made.inputs or made.kind not in FOLLOWED:
             continue
         bare = tuple(replace(x, terms=labels.bare(x.terms)) for x in made.inputs)
         step = replace(
@@ -275,7 +275,7 @@ class _Stream:
             self._alone(label, step)
             return
         self._judge_sum(label, last, used, entered)
-        self._advance(used)
+        self._advance(used, norm_inside=bool(self.contained.get(step.words)))
 
     def _mixed(self, step: Made, entered: Terms) -> list[Terms]:
         """What queries, keys and values are, where they are neither all the stream nor all norms of it."""
@@ -307,13 +307,15 @@ class _Stream:
 
     def _judge_sum(self, label: str, last: str, used: Terms, entered: Terms) -> None:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
-        beside, end = summed(used, _one(last), -1), self.steps[last]
+        beside, end, step = summed(used, _one(last), -1), self.steps[last], self.steps[label]
         right = partial(self.putting.given, used, summed(self.now, _one(last)))
         if end.kind == "layer_norm" and beside == self.now and self.pre_norm:
             self.sandwiched = True  # a norm on both sides of a branch is no slip
         elif end.kind == "layer_norm" and beside == self.now:
             inside = self.putting.given(_one(label), summed(self.now, _one(label)))
             self.wiring.blame("residual_after_norm", end.frames, self.putting.given(used, _one(last)) + inside)
+        elif self.contained.get(step.words) and beside == self.now == entered:
+            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), self.putting.given(used, _one(last)))
         elif any(count > 1 for _, count in beside):
             self.wiring.blame("residual_added_twice", self._lines_of_sum(last), right())
         elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
@@ -332,9 +334,10 @@ class _Stream:
         """The lines that first add what a part gave to something."""
         return self.labels.summed.get(label, self.steps[label].frames)
 
-    def _advance(self, used: Terms) -> None:
-        """The sum is the stream now; with post-norm its LayerNorm is."""
-        self.now = used if self.pre_norm else self._after(used)
+    def _advance(self, used: Terms, norm_inside: bool = False) -> None:
+        """The sum is the stream now; with post-norm its LayerNorm is, unless the part may hold the norm itself."""
+        goes_on = norm_inside and any({*used} < {*x} for x in self.sums)
+        self.now = used if self.pre_norm or goes_on else self._after(used)
 
     def _after(self, used: Terms) -> Terms:
         """The LayerNorm of a sum, if there is one."""

@@ -51,6 +51,14 @@ ROWS = (
         "and let query i of a step see the keys up to kept + i.",
     ),
     Mistake(
+        "cache_read_elsewhere",
+        "cache",
+        "What is read from the cache is not what was just written into it.",
+        "keys and values from other places of the cache",
+        "the same keys and values that were written",
+        "Write to the places that are read: from the number of kept tokens on.",
+    ),
+    Mistake(
         "cache_fails",
         "cache",
         "The step after the first fails with the cache that the code returned: {said}.",

@@ -119,7 +119,8 @@ def position_readings(module: nn.Module | None, width: int) -> Iterator[PartRead
     Yields:
         Learned tables, then sinusoids. Their formulas take the numbers of the positions.
     """
-    parameters = {} if module is None else {n: p.detach() for n, p in module.named_parameters()}
+    named = {} if module is None else dict(module.named_parameters())
+    parameters = {n: p.detach() for n, p in named.items() if p.requires_grad}  # a frozen table was computed
     learned = [(name, p.reshape(-1, width)) for name, p in parameters.items() if p.dim() >= 2 and p.size(-1) == width]
     note = "a learned table: its values cannot be wrong, only the way it is indexed was checked"
     for (name, table), offset in itertools.product(learned, OFFSETS):

@@ -80,7 +80,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$",
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$",
         lambda s: MAX_LEN,
     ),
     (
@@ -122,6 +122,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"^(d|dim)_?out$", lambda s: [s.num_heads * (s.head_dim + 2), s.embed_dim]),  # a scale may take the wrong width
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
     (r"(?<!image_)(?<!img_)shape", lambda s: [s.embed_dim, [s.embed_dim]]),
+    (r"^size$", lambda s: [s.embed_dim, IMAGE_SIDE]),
     (r"window", lambda s: [MAX_LEN, (2, 4), 4]),  # the length of a window, or the side of one; they divide GRID
     (r"^shift_?(size)?$", lambda s: [0, (1, 1), 1]),
 )

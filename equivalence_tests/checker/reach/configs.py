@@ -31,12 +31,19 @@ class ImitatedConfig:
         optional: Names to which it answers None where they say no size.
         nested: Whether it answers itself to names that say nothing, as a section, and knows what is often absent.
         otherwise: Whether a name that means one thing here and another there means the other.
+        number: What it answers to names that say nothing; None to know none of these.
     """
 
     def __init__(
-        self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False, otherwise: bool = False
+        self,
+        sizes: Sizes,
+        optional: Collection[str] = (),
+        nested: bool = False,
+        otherwise: bool = False,
+        number: int | None = None,
     ) -> None:
         self._sizes, self._optional, self._nested, self._otherwise = sizes, optional, nested, otherwise
+        self._number = number
         self._answers, self._is_subscripted = dict[str, Any](), False
         self._answered = dict[str, Any]()
 
@@ -61,6 +68,8 @@ class ImitatedConfig:
             return None
         if absent:
             raise AttributeError(name)
+        if not known and self._number is not None:
+            return self._number
         if not known and self._nested:
             return self
         if not known:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
     COUNTS_KEY_HEADS,
+    MAX_LEN,
     OF_A_NUMBER,
     PARTS,
     ROTATES,
@@ -282,7 +283,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [value]
     runs = used_as(target).get(parameter.name) == "runs"
     plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or (used_as(target).get(name) and not runs)
-    if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
+    of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
+    if typing.get_origin(asked) is type or (name.endswith(("_cls", "_class")) and not of_theirs):
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
         return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
@@ -290,7 +292,6 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     made = [built(found, one) for found in parts for one in _inner(name, sizes)]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]
-    of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
     if of_theirs or asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
     return [*(one for one in made if one is not None), *guesses(parameter, sizes, target)]
@@ -316,6 +317,8 @@ def _configs(target: Any, parameter: inspect.Parameter, sizes: Sizes) -> Iterato
     if any(first_match(name, AMBIGUOUS, None) for name in names_read(target, parameter.name)):
         yield ImitatedConfig(sizes, _may_be_none(target), otherwise=True)
     yield from (one.copy() if isinstance(one, dict) else _first_that_builds(one, [{}], []) for one in beside)
+    switches = {name for name, use in used_as(target).items() if use == "decides"}
+    yield ImitatedConfig(sizes, _may_be_none(target) | switches, number=MAX_LEN)
     yield ImitatedConfig(sizes, _may_be_none(target), nested=True)
 
 

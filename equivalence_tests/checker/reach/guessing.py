@@ -79,7 +79,7 @@ def guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any
         return words
     if ambiguous := first_match(name, AMBIGUOUS, None):
         squared = re.search(SQUARED.format(name), source_of(inspect.getmodule(target) or target))
-        return [one for one in ambiguous(sizes) if one != MAX_LEN or not squared]  # the side of a window is short
+        return [x for x in ambiguous(sizes) if not squared or x not in (MAX_LEN, sizes.embed_dim)]  # a side is short
     if isinstance(value, str) and (runs or re.search("Callable|Module", str(asked))):  # an activation, or its name
         return [nn.ReLU(), value]
     if runs and re.search(FEEDS_FORWARD, name):  # that of torch's layers, where no class beside is one

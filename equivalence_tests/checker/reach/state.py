@@ -209,16 +209,24 @@ def _casting_to(held: Any, dtype: torch.dtype) -> Any:
 def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Give a module random parameters, in eval mode and in this precision, without touching its own code.
 
-    A single number that is frozen is a setting, such as a scale, and stays.
+    A single number that is frozen is a setting, such as a scale, and a frozen table was computed: they stay.
     """
     retype(module, dtype)
     module.eval()  # a train() of the user's own may return nothing
-    settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
+    settings = [(x, x.detach().clone()) for x in settings_of(module)]
     randomize_parameters(module, seed=0)
     with torch.no_grad():
         for x, before in settings:
             x.copy_(before)
     return module
+
+
+def settings_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """List what is frozen on purpose: single numbers, and tables, which no part of torch holds but an embedding."""
+    for one in module.modules():
+        of_theirs = isinstance(one, nn.Embedding) or not type(one).__module__.startswith("torch.")
+        frozen = (x for x in one.parameters(recurse=False) if not x.requires_grad)
+        yield from (x for x in frozen if of_theirs or x.numel() == 1)
 
 
 def mode_around(function: Any) -> str:

@@ -294,6 +294,8 @@ def contexts_over_queries(part: Part) -> list[Context]:
 
 
 def _sums_over_queries(part: Part, context: Context) -> bool:
+    if len(context.score_sources) > 1:  # the table is that of one product
+        return False
     place = place_or_first(context.weights)
     has = known(context.weights)
     query = part.table.query[place].masked_fill(~has, -1)

@@ -1,0 +1,165 @@
+"""Files of single people: what their constructors ask for, and what they compute in their own ways."""
+
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.verify import verify
+
+HEAD = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+"""
+CONFIG = """
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads, places = config.n_head, 3 * (config.num_cities - 1)
+        self.flash = True if config.speedy else False
+        self.qkv, self.out = nn.Linear(config.n_embd, 3 * config.n_embd), nn.Linear(config.n_embd, config.n_embd)
+        self.register_buffer("mask", torch.ones(places, places).tril().view(1, 1, places, places))
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
+        weights = F.softmax(scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf")), dim=-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, c))
+"""
+SQUARE = """
+class SelfAttention(nn.Module):
+    def __init__(self, channels, size):
+        super().__init__()
+        self.channels, self.size = channels, size
+        self.mha = nn.MultiheadAttention(channels, 4, batch_first=True)
+        self.ln = nn.LayerNorm([channels])
+
+    def forward(self, x):
+        x = x.view(-1, self.channels, self.size * self.size).swapaxes(1, 2)
+        y = self.ln(x)
+        y = x + self.mha(y, y, y)[0]
+        return y.swapaxes(2, 1).view(-1, self.channels, self.size, self.size)
+"""
+ROTARY = """
+class Rotary(nn.Module):
+    def __init__(self, theta: float, d_k: int, max_seq_len: int):
+        super().__init__()
+        angles = torch.arange(max_seq_len)[:, None] / theta ** (2 * torch.arange(d_k // 2) / d_k)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x, positions):
+        one, two, cos, sin = x[..., ::2], x[..., 1::2], self.cos[positions], self.sin[positions]
+        return torch.stack((one * cos - two * sin, one * sin + two * cos), -1).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self, d_model: int, num_heads: int, rope_class: Rotary):
+        super().__init__()
+        self.heads, self.rope = num_heads, rope_class
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x, token_positions):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for y in self.qkv(x).chunk(3, -1))
+        q, k = self.rope(q, token_positions), self.rope(k, token_positions)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
+"""
+LOCAL = """
+class LocalityAttention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+        self.temperature = nn.Parameter(torch.tensor(0.5 * dim**0.5))
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT / self.temperature
+        own = torch.eye(x.size(1), dtype=torch.bool)
+        return scores.masked_fill(own, torch.finfo(x.dtype).min).softmax(-1) @ self.value(x)
+"""
+FROZEN = """
+class PositionalEmbedding(nn.Module):
+    def __init__(self, d_model, max_len=50):
+        super().__init__()
+        table = torch.arange(max_len)[:, None] * torch.pow(10000, -2 * torch.arange(d_model) / d_model)
+        table[:, 0::2], table[:, 1::2] = table[:, 0::2].sin(), table[:, 1::2].cos()
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=True)
+
+    def forward(self, x):
+        return self.embedding(torch.arange(x.size(1)))
+"""
+BANDED = """
+class WindowAttention(nn.Module):
+    def __init__(self, embed_dim, n_head=8, window_size=3):
+        super().__init__()
+        self.heads, self.window = n_head, window_size
+        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        n, scores = x.size(1), torch.zeros(len(x), self.heads, x.size(1), x.size(1))
+        for i, apart in enumerate(range(-(self.window // 2), self.window // 2 + 1)):
+            rows = torch.arange(max(0, -apart), min(n, n - apart))
+            met = torch.einsum("bhid,bhid->bhi", q[:, :, rows], k[:, :, rows + apart])
+            scores[:, :, rows, i] = met / q.size(-1) ** 0.5
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+CACHED = """
+class Attention(nn.Module):
+    def __init__(self, dim, n_heads, max_seq_len=64):
+        super().__init__()
+        self.heads = n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.cache_k = torch.zeros(16, max_seq_len, n_heads, dim // n_heads)
+        self.cache_v = torch.zeros(16, max_seq_len, n_heads, dim // n_heads)
+
+    def forward(self, x, start_pos: int):
+        b, n, _ = x.shape
+        q, k, v = (f(x).view(b, n, self.heads, -1) for f in (self.wq, self.wk, self.wv))
+        self.cache_k[:b, FIRST : FIRST + n] = k
+        self.cache_v[:b, FIRST : FIRST + n] = v
+        k, v = self.cache_k[:b, : start_pos + n].to(x), self.cache_v[:b, : start_pos + n].to(x)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        weights = (q @ k.transpose(2, 3) / q.size(-1) ** 0.5).softmax(-1)
+        return self.wo((weights @ v).transpose(1, 2).reshape(b, n, -1))
+"""
+
+
+def report_on(text: str, name: str, folder: Path) -> str:
+    (folder / "theirs.py").write_text(HEAD + text, encoding="utf-8")
+    report = verify(f"{folder / 'theirs.py'}:{name}")
+    return f"{report.verdict} {' '.join(str(report).split())}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [(CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")],
+    ids=["a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"],
+)
+def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
+    said = report_on(text, name, tmp_path)
+    assert said.startswith(("equal", "partial")), said
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "shown"),
+    [
+        (CONFIG.replace("/ math.sqrt(k.size(-1))", "/ math.sqrt(c)"), "Attention", "divided by sqrt(embed_dim)"),
+        (ROTARY.replace(", self.rope(k, token_positions)", ", k"), "Attention", "the queries and not the keys"),
+        (FROZEN, "PositionalEmbedding", "the exponent of the frequencies"),
+        (BANDED, "WindowAttention", "mixes tokens"),
+        (CACHED.replace("FIRST", "start_pos + 1"), "Attention", "self.cache_k[:b, start_pos + 1 : start_pos + 1 + n] = k"),
+    ],
+    ids=["the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"],
+)  # fmt: skip
+def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
+    said = report_on(text, name, tmp_path)
+    assert said.startswith("deviates"), said
+    assert shown.lower() in said.lower(), said
+
+
+def test_a_frozen_table_and_a_cache_may_be_right(tmp_path: Path) -> None:
+    table = FROZEN.replace("torch.arange(d_model) / d_model", "(torch.arange(d_model) // 2) / d_model")
+    assert report_on(table, "PositionalEmbedding", tmp_path).startswith("equal")
+    assert not report_on(CACHED.replace("FIRST", "start_pos"), "Attention", tmp_path).startswith("deviates")
