@@ -149,7 +149,7 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (ROTARY.replace(", self.rope(k, token_positions)", ", k"), "Attention", "the queries and not the keys"),
         (FROZEN, "PositionalEmbedding", "the exponent of the frequencies"),
         (BANDED, "WindowAttention", "mixes tokens"),
-        (CACHED.replace("FIRST", "start_pos + 1"), "Attention", "self.cache_k[:b, start_pos + 1 : start_pos + 1 + n] = k"),
+        (CACHED.replace("FIRST", "start_pos + 1"), "Attention", "[:b, start_pos + 1 : start_pos + 1 + n] = k"),
     ],
     ids=["the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"],
 )  # fmt: skip
