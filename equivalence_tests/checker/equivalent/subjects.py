@@ -1,13 +1,15 @@
 """Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import exercised_cache
@@ -20,9 +22,8 @@ from equivalence_tests.checker.engine.checks import (
 )
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.coverage import cover, cover_fewer_masks, cover_options
+from equivalence_tests.checker.engine.coverage import built_alike, cover, cover_fewer_masks, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
-from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.kept import kept_of_other_sizes, written_arguments
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
@@ -54,14 +55,15 @@ from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import ATTENDS, MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.proposing import callers_scales, other_options
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
-from equivalence_tests.checker.reach.tried import furthest_first
+from equivalence_tests.checker.reach.tried import TRIED, furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 from equivalence_tests.checker.reporting.report import Report
@@ -195,14 +197,31 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     except RuntimeError as error:  # torch's fused attention runs on no heads of keys at all; its formula does not
         (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
-    report = _judged(situation)
+    scales = _callers_scales(situation)
+    other = _scaled_as_torch(situation, scales)
+    if other is not None:
+        return diagnose_subject(replace(subject, function=other), errors)
+    report = _judged(situation, scales)
     report.seconds = time.process_time() - started
     return report
 
 
-def _judged(situation: Situation) -> Report:
+def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> nn.Module | None:
+    """Build the module anew with the scale of torch's formula, where its caller chooses that; None where it has it."""
+    subject = situation.subject
+    made = TRIED.construction_of(subject.function) if scales else None
+    wanted = {name: subject.sizes.head_dim**power for name, power in scales.items()}
+    if made is None or all(made.kwargs[name] == value for name, value in wanted.items()):
+        return None
+    other = built_alike(made.function, subject, **wanted)
+    return None if other is None else prepare(other, subject.dtype)
+
+
+def _judged(situation: Situation, scales: Mapping[str, float]) -> Report:
     """Judge one call, and what other calls of the same code show."""
-    subject, sizes, chosen = situation.subject, situation.trial.sizes, _callers_scale(situation)
+    subject, sizes = situation.subject, situation.trial.sizes
+    given = ", ".join(f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in scales.items())
+    chosen = f"the caller chooses the scale; it was built with {given}" if scales else ""
     intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
@@ -259,26 +278,24 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
         locate(report, situation)
 
 
-def _callers_scale(situation: Situation) -> str:
-    """Say which scale the module was built with, if its caller chooses it; "" if not."""
-    subject = situation.subject
-    scales = callers_scales(type(subject.function)) if subject.built else {}
-    chosen = {name: power for name, power in scales.items() if _scales(situation, subject.sizes.head_dim**power)}
-    given = (f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in chosen.items())
-    return f"the caller chooses the scale; it was built with {', '.join(given)}" if chosen else ""
+def _callers_scales(situation: Situation) -> dict[str, float]:
+    """Name the numbers that the module was built with and scales its scores by, as only a caller knows them.
+
+    Returns:
+        For each name the power of the width of a head that it has in torch's formula: 0.5 for what divides.
+    """
+    subject, factors = situation.subject, _factors(situation.found.judgements)
+    made = TRIED.construction_of(subject.function) if subject.built else None
+    if made is None or not factors:
+        return {}
+    known = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(made.function) if p.default is p.empty}
+    given = [(x, made.kwargs[x]) for x, value in known.items() if value is None or isinstance(value, bool)]
+    ways = ((name, power, x ** (-2 * power)) for name, x in given if _is_number(x) for power in (-0.5, 0.5))
+    return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
 
 
-def _scales(situation: Situation, number: float) -> bool:
-    """Whether the scale of the scores follows a number that the module keeps."""
-    modules = [] if situation.subject.module is None else list(situation.subject.module.modules())
-    held = [(m, name) for m in modules for name, x in vars(m).items() if isinstance(x, float) and x == number]
-    for module, name in held:
-        setattr(module, name, 2 * number)
-    other = examine(situation.call)
-    for module, name in held:
-        setattr(module, name, number)
-    before, after = (_factors(one.judgements) for one in (situation.found, other))
-    return len(before) == len(after) and any(abs(x / y - 1) > 1e-6 for x, y in zip(before, after, strict=True))
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0
 
 
 def _factors(judgements: Sequence[Judgement]) -> list[float]:

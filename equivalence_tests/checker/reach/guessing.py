@@ -22,7 +22,7 @@ from equivalence_tests.checker.reach.arguments import (
     value_for,
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.proposing import callers_scales, compared_by, keys_for, used_as
+from equivalence_tests.checker.reach.proposing import compared_by, keys_for, used_as
 from equivalence_tests.checker.reporting.lines import source_of
 
 SIDES = (0, PATCH_SIDE, 3, IMAGE_SIDE)  # where a name means the side of a square, or how far one is shifted
@@ -70,8 +70,8 @@ def guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = value_of(target, parameter.name, sizes)
     runs = used_as(target).get(parameter.name) == "runs"
-    if parameter.name in (scales := callers_scales(target)):
-        return [sizes.head_dim ** scales[parameter.name]]
+    if name.endswith("scale") and asked is not bool and used_as(target).get(parameter.name) != "decides":
+        return [sizes.head_dim**-0.5]  # tried otherwise where the scores are divided by it
     if typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int):  # of an image, or of a part of it
         return [(2, 4) if "window" in name else (value, value) if value in SIDES else GRID]
     compared = compared_by(target).get(parameter.name, [])

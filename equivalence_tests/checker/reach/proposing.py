@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
+from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.variadic import with_the_rest
 from equivalence_tests.checker.reporting.lines import source_of
@@ -271,43 +271,6 @@ def empty_state(function: Any, argument: str, sizes: Sizes = Sizes(), batch: int
     made = (attempt(partial(maker, batch)) for maker in makers)
     none = torch.zeros(batch, sizes.num_heads, 0, sizes.head_dim)
     return next((state for state in made if state is not None), (none, none) if held else None)
-
-
-def scales_of(target: Any) -> dict[str, float]:
-    """Name the arguments that a constructor keeps only to divide or to multiply by, as a temperature is.
-
-    Returns:
-        For each name the power of a width that makes it the scale of torch's formula: 0.5 of a divisor, -0.5 of a
-        factor.
-    """
-    nodes = nodes_of(target)
-    powers: dict[ast.AST, float] = {}
-    for node in nodes:
-        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
-            powers[node.right if isinstance(node, ast.BinOp) else node.value] = -0.5 + isinstance(node.op, ast.Div)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            powers[node.left] = -0.5
-    loaded = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
-    names = [node.id for node in loaded if isinstance(node, ast.Name)]
-    scales: dict[str, float] = {}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Attribute(attr=attribute)], value=ast.Name(id=name)):
-                uses = {powers.get(x, 0.0) for x in loaded if isinstance(x, ast.Attribute) and x.attr == attribute}
-                if names.count(name) == len(uses) == 1 and (power := uses.pop()):
-                    scales[name] = power
-    return scales
-
-
-def callers_scales(target: Any) -> dict[str, float]:
-    """Name the required arguments that the scores are divided or multiplied by, and no size: only a caller knows them.
-
-    Returns:
-        For each name the power of the width of a head that it is given.
-    """
-    required = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(target) if p.default is p.empty}
-    free = {name for name, value in required.items() if value is None or isinstance(value, bool)}
-    return {name: power for name, power in scales_of(target).items() if name in free} if free else {}
 
 
 def scripted_signature(schema: Any) -> inspect.Signature:
