@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -272,9 +272,7 @@ class _Masks:
         return []
 
     def _without_effect(self) -> list[Departure]:
-        switch = switch_off(self.situation.subject.module, OF_MASKS)
-        off = f"it has no effect: {switch} is False" if switch else ""
-        why = off or has_nothing_to_hide(self.parameter, self.situation.trial)
+        why = has_nothing_to_hide(self.parameter, self.situation.trial)
         if why:
             self.report.coverage.append(Exercise(self.parameter, False, why))
             return []
@@ -367,6 +365,9 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     """Say why no key of a call need be hidden by a mask of this name; "" if nothing says that."""
     plan, stem = trial.plan, OF_WHAT.sub("", mask)
     given = dict(plan.roles)
+    module = trial.function if isinstance(trial.function, nn.Module) else None
+    if switch := switch_off(module, OF_MASKS):
+        return f"it has no effect: {switch} is False"
     if given.get(stem) == "query" and not plan.self_attention:
         return "it speaks of the queries, and has no effect on them"
     own = parameters_of(trial.function) if stem not in ("", mask) else []

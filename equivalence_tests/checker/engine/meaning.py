@@ -126,8 +126,8 @@ class Evidence(Conventions):
         around = [type(module).__name__ for module in modules_around(self.module, (departure.operation or first).place)]
         stated = self._stated_scale() or any("scaled" in name.lower() for name in around)
         block = next(filter(SET_TRANSFORMER.search, around), "")
-        if block and departure.facts.get("scale") == "/ sqrt(embed_dim)":
-            return f"{block} is a block of the Set Transformer, which divides by sqrt(embed_dim)"
+        if block and departure.facts.get("scale") in ("/ sqrt(embed_dim)", "/ sqrt(num_heads * head_dim)"):
+            return f"{block} is a block of the Set Transformer, which divides by sqrt(num_heads * head_dim)"
         return "" if departure.name == "scale_missing" and stated else departure.mistake.as_named(around)
 
     def _is_of_this_run(self, operation: Operation) -> bool:

@@ -184,9 +184,30 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
         and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
     ):
         report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
+    if (overwritten := _overwritten(situation, run)) is not None:
+        return [overwritten]
     found = (_dropout(situation.found.run, run, part.number) for part in judgement.attention.parts)
     wrong = [one for one in found if one is not None] or list(_beside_weights(situation.found.run, run, judgement))
     return wrong[:1]
+
+
+def _overwritten(situation: Situation, run: Run) -> Departure | None:
+    """What writes over a tensor that gradients need, where the call runs and they cannot be computed."""
+    trial, module, said = situation.trial, situation.subject.module, ""
+    assert module is not None  # it is in training
+    module.train()
+    try:
+        with torch.enable_grad():
+            torch.autograd.grad(trial.output(trial.inputs()).sum(), list(module.parameters()), allow_unused=True)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        module.eval()
+    if "modified by an inplace operation" not in said:
+        return None
+    writes = sorted((op for op in run.operations if op.inplace), key=lambda op: "dropout" in op.name)
+    claim = f"In training, backward raises: {said.partition(':')[0]}."
+    return Departure("gradients_fail", "dropout", writes[-1] if writes else None, {"claim": claim})
 
 
 def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:

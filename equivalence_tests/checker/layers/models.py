@@ -5,10 +5,12 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.mask_trials import OF_MASKS
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
@@ -24,6 +26,7 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_users, source_of
@@ -76,6 +79,10 @@ def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:
 def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     """Say which masks do not reach the layers of a model."""
     read = masks_of(walk, "", run)
+    off = switch_off(walk.module, OF_MASKS)
+    idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
+    walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
+    read = replace(read, masks=[mask for mask in read.masks if mask not in idle])
     wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
         yield "masks of the model", name, _layer_around(path) or mask * (name == "mask_never_used")

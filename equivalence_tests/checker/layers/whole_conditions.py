@@ -1,13 +1,17 @@
 """Vectors of each sample beside the tokens, as a time step or a class is embedded: what is made of them, and where."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.vocabulary import MOVES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import Value
+from equivalence_tests.checker.reach.tracing import tensors_of
+from equivalence_tests.checker.reporting.lines import Frames
 
 COMBINES = ("add", "sub", "mul", "div")
 
@@ -18,9 +22,14 @@ class Conditions:
 
     Args:
         made: For each, by its id, the argument, and the path of the last sub-module that made it; "" for none.
+        places: Which of the numbers that this sub-module gives to a sample each element is.
+        taken: Those that change tokens, by that path, each with the lines that do so.
     """
 
     made: dict[int, tuple[str, str]] = field(default_factory=dict)
+    places: dict[int, Tensor] = field(default_factory=dict)
+    taken: dict[str, list[tuple[Tensor, Frames]]] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
 
     def given(self, name: str, x: Tensor, all_given: Sequence[Tensor]) -> bool:
         """Note an argument, if it holds a vector or a number for each sample and others the tokens; say whether so."""
@@ -34,7 +43,20 @@ class Conditions:
         known = next((self.made[id(x)] for x in inputs if id(x) in self.made), None)
         if known is not None:
             self.made.update({id(x): (known[0], path or known[1]) for x in outputs})
+        for x in outputs if path and known is not None else ():
+            self.places[id(x)], self.widths[path] = torch.arange(x.size(-1)).expand(x.shape), x.size(-1)
         return known is not None
+
+    def moved(self, operation: Operation) -> None:
+        """Note which numbers lie where in what an operation makes of such a vector; all, where that is not known."""
+        inputs, outputs = operation.inputs, [slot.tensor for slot in operation.outputs]
+        known = next((self.places[id(x.tensor)] for x in inputs if id(x.tensor) in self.places), None)
+        if known is None:
+            return
+        moves = operation.name in MOVES and len(inputs) == 1
+        found = operation.call([known]) if moves else known
+        pieces = list(tensors_of(found)) if moves else [found] * len(outputs)
+        self.places.update({id(x): piece for x, piece in zip(outputs, pieces, strict=True)})
 
     def changed(self, operation: Operation, data: Sequence[Value], sums: Sums) -> str:
         """Give a label to tokens that such a vector changes, all alike; "" if none does."""
@@ -44,9 +66,26 @@ class Conditions:
             return ""
         (name, path), (value,) = known, data
         evidence = f"the sub-module {path} makes it of the argument {name}" if path else ""
+        places = (self.places[id(x)].flatten() for x in inputs if id(x) in self.places)
+        self.taken.setdefault(path, []).extend((one, operation.frames) for one in places)
         sums.say(f"{operation.name} of each token and a vector of its sample", "gate", evidence)
         sums.used(value, path or name)
         label = sums.labels.add("conditioned", f"{path or name} {operation.index}", data)
         if value.terms in sums.labels.streams:
             sums.labels.streams.add(((label, 1.0),))
         return label
+
+    @property
+    def idle(self) -> list[str]:
+        """The sub-modules that make numbers of such a vector of which some change no tokens."""
+        used = {path: torch.cat([one for one, _ in taken]).unique() for path, taken in self.taken.items() if taken}
+        return [path for path, places in used.items() if len(places) < self.widths[path]]
+
+    def taken_again(self) -> Iterator[Frames]:
+        """Give the lines that take numbers which were taken before, where others are taken by none."""
+        for path in self.idle:
+            seen = torch.zeros(0, dtype=torch.long)
+            for places, frames in self.taken[path]:
+                if bool(torch.isin(places, seen).any()):
+                    yield frames
+                seen = torch.cat([seen, places])

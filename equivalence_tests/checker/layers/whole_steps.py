@@ -96,11 +96,8 @@ class Follower:
             self._end(outputs)
         except NOT_FOLLOWED as error:
             raise UnreadError(f"its wiring could not be followed ({said(error)})") from error
-        self.sums.judge_parts(self.calls, self.module)
         returned = [label for x in outputs if id(x) in self.values for label, _ in self.values[id(x)].terms]
-        parts = {path: labels for path, labels in self.calls.items() if path in self.kinds}
-        self.sums.judge_unused(parts, returned)
-        return list(dict.fromkeys(self.sums.found))
+        return self.sums.judged(self.calls, self.module, self.kinds, returned, self.conditions.idle)
 
     def _follow(self) -> None:
         for name, slot in zip(self.recorder.names, self.recorder.given, strict=True):
@@ -187,7 +184,9 @@ class Follower:
 
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
         """Tokens that an attention is given, and that are made of no argument."""
-        if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
+        if made := self.conditions.made.get(id(x)):
+            self.sums.say(f"{path} takes tokens made of {made[0]}", "project", f"{made[1]} makes them" * bool(made[1]))
+        elif id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
             self.sums.made_of_none(path, self._names(x), self._names(x) in self.added)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
@@ -222,14 +221,12 @@ class Follower:
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""
-        value = self.values.get(id(index))
-        if value is not None:
+        if (value := self.values.get(id(index))) is not None:
             places = value.places[..., None] + torch.arange(output.size(-1))
             self.calls[path].add(self._new("embedding", path, [value], [output], places))
             return
         rows = index.double()
-        counted = bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())
-        if not counted:
+        if not (bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())):
             self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
         self.calls[path].add(self._new("table", f"{path} {rows.flatten()[:1].tolist()}", (), [output], torch.zeros(())))
 
@@ -241,6 +238,7 @@ class Follower:
             data = data[: int(id(inputs[0]) in self.values)]
         made = [slot.tensor for slot in operation.outputs]
         if name in CREATES or (not data and self.conditions.follow(inputs, made)):
+            self.conditions.moved(operation)
             return
         if not data:
             self._of_constants(operation)

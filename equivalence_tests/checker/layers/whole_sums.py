@@ -194,6 +194,29 @@ class Sums:
         """Note an operation between the parts, with its line."""
         self.say(f"{operation.name} between the parts{_at(operation.frames)}", "project")
 
+    def judged(
+        self,
+        calls: Mapping[str, set[str]],
+        module: nn.Module,
+        kinds: Mapping[str, str],
+        returned: Sequence[str],
+        idle: Sequence[str],
+    ) -> list[Step]:
+        """Give all that was said, and what is strange when the run is over.
+
+        Args:
+            calls: The labels of each part.
+            module: Holds the parameters.
+            kinds: The parts that are looked at as wholes.
+            returned: The labels of what comes back.
+            idle: What makes numbers of a condition that change nothing.
+        """
+        self.judge_parts(calls, module)
+        for path in idle:
+            self.say(f"only a part of what {path} makes takes part", "unused")
+        self.judge_unused({path: labels for path, labels in calls.items() if path in kinds}, returned)
+        return list(dict.fromkeys(self.found))
+
     def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
         """Say what is strange in how often parts take part, and in what follows them.
 

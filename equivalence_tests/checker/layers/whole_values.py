@@ -20,7 +20,7 @@ PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_sta
     "to type_as type float double half bfloat16 long int nan_to_num requires_grad "
     "dropout alpha_dropout feature_dropout dropout1d"
 )
-SHAPED = words("view_as reshape_as expand_as type_as")
+SHAPED = words("view_as reshape_as expand_as type_as to")
 ACTS = words("relu gelu silu tanh sigmoid softplus elu leaky_relu selu mish hardswish relu6 prelu")
 POOLS = words("mean sum amax max")
 NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out

@@ -332,7 +332,10 @@ def prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str
         else _proofs(report, whole, [repairs[one.name, one.where] for one in wired])
     )
     shown = [replace(one, proof=proof, evidence="") for one, proof in zip(wired, proofs, strict=True)]
-    report.findings = [*others, *shown]
+    if any(one.stage != "wiring" for one in others):  # what a part does may be why the sums look odd
+        report.findings, report.suspected = others, [*report.suspected, *(replace(one, stack=()) for one in shown)]
+    else:
+        report.findings = [*others, *shown]
     accuse_with_proof(report)
     if not report.findings:
         report.checks = [

@@ -72,6 +72,8 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     except UnreadError as why:
         wiring.unread.append(str(why))
     idle = idle_modules(run, follower.module)
+    for frames in follower.conditions.taken_again():
+        wiring.blame("modulation_taken_twice", frames)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
     unused = {p: (kind, assigned_at(follower.module, _outermost(p, idle))) for p, kind in atoms.items() if p in idle}
     _judge_unused(wiring, unused, trial.plan.self_attention)

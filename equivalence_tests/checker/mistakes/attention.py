@@ -767,6 +767,13 @@ CALLS = (
         (WEIGHED, "dropped @ self.dropout(v)"),
     ),
     _dropout(
+        "gradients_fail",
+        "Training fails: an operation in place writes over what the gradients need.",
+        ("dropout(weights, inplace=True)", "dropout(weights)"),
+        "Let it write into a tensor of its own.",
+        (DROP_LINE, "nn.functional.dropout(weights, self.dropout.p, self.training, inplace=True)"),
+    ),
+    _dropout(
         "dropout_not_rescaled",
         "What survives dropout is not scaled up by 1 / (1 - p), so that training and eval have different means.",
         ("weights * keep", "weights * keep / (1 - p)"),

@@ -1,5 +1,6 @@
 """Stand in for packages that a file imports and that are not installed: what makes no use of them can be checked."""
 
+import dis
 import inspect
 import linecache
 import re
@@ -8,7 +9,7 @@ import traceback
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
@@ -33,8 +34,11 @@ class NotInstalled(ABCMeta):
         """Be what it decorates or makes while the code is imported; later make modules, and refuse anything else."""
         if ABSENCES.importing or (cls.__name__.endswith("_") and any(isinstance(x, Tensor) for x in args[:1])):
             return cls  # what has such a name draws weights in place, and they are drawn anew
+        if _is_discarded(sys._getframe(1)):
+            return cls  # a line of a log
         if issubclass(cls, nn.Module):
-            ABSENCES.used.setdefault(_package(cls), "")
+            if not issubclass(cls, PlainModule):
+                ABSENCES.used.setdefault(_package(cls), "")
             return super().__call__(*args, **kwargs)
         return ABSENCES.refuse(_package(cls))
 
@@ -54,8 +58,23 @@ class NotInstalled(ABCMeta):
         ABSENCES.refuse(_package(cls))
 
 
+class PlainModule(nn.Module):
+    """What Lightning's module is to code that only calls its forward."""
+
+    def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: what is saved is for training."""
+
+
 def _stand_in(name: str) -> NotInstalled:
-    return NotInstalled(name.rpartition(".")[2], (), {"__absent__": name, "__module__": name, "__path__": []})
+    last = name.rpartition(".")[2]
+    bases = (PlainModule,) if last == "LightningModule" else ()
+    return NotInstalled(last, bases, {"__absent__": name, "__module__": name, "__path__": []})
+
+
+def _is_discarded(frame: FrameType) -> bool:
+    """Whether nothing takes what the call that a frame is at gives."""
+    following = (x.opname for x in dis.get_instructions(frame.f_code) if x.offset > frame.f_lasti)
+    return next(following, "") == "POP_TOP"
 
 
 def _package(cls: Any) -> str:

@@ -80,9 +80,10 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
         lists = ([way | given for way in ways] for ways in argument_lists(target, sizes))
         made = (_first_that_builds(target, proposals, errors, making) for proposals in lists)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
-            if isinstance(instance, nn.Module):
-                materialise(instance, sizes)
             builds = True
+            if isinstance(instance, nn.Module) and not materialise(instance, sizes):
+                errors.append(f"{getattr(target, '__name__', target)} holds lazy layers, and no call gave them shapes")
+                continue
             parameters, tables = _sizes_of_tensors(instance)
             if small and parameters > LARGE:  # what fits nothing in small sizes fits nothing in this one
                 break
@@ -150,11 +151,15 @@ def _fixed_sizes(target: Any, tried: tuple[Sizes, Sizes]) -> list[Sizes]:
     ]
 
 
+def _has_shape(parameter: Any) -> bool:
+    return not is_lazy(parameter)
+
+
 def _widths_taken(target: Any, sizes: Sizes) -> Counter[int]:
     """The widths that the linears of a class take in, built with these sizes, and how many parameters have each."""
     instance = built(target, sizes, ALTERNATIVES)
     modules = list(instance.modules()) if isinstance(instance, nn.Module) else []
-    axes = Counter(n for m in modules for p in m.parameters(recurse=False) for n in p.shape)
+    axes = Counter(n for m in modules for p in filter(_has_shape, m.parameters(recurse=False)) for n in p.shape)
     taken = {m.in_features for m in modules if isinstance(m, nn.Linear)}
     return Counter({n: axes[n] for n in taken if 1 < n <= WIDEST})
 
@@ -264,15 +269,16 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
         yield [way for place, way in enumerate(ways) if way not in ways[:place]]
 
 
-def materialise(module: nn.Module, sizes: Sizes) -> None:
-    """Call a module with lazy layers once, so that its parameters get their shapes."""
-    if not any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
-        return
+def materialise(module: nn.Module, sizes: Sizes) -> bool:
+    """Call a module with lazy layers once, so that its parameters get their shapes; say whether all have them now."""
     x = torch.randn(sizes.batch, sizes.query_len, sizes.embed_dim)
-    for count, more in itertools.product((3, 1, 2), ((), (None,), (None, None))):
+    given = [(*[x] * count, *more) for count, more in itertools.product((3, 1, 2), ((), (None,), (None, None)))]
+    for args in (*given, (x, x[:, 0]), (x, x[:, 0], x[:, 0])):  # a vector of each sample may condition it
+        if not any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
+            return True
         with contextlib.suppress(Exception), torch.no_grad():
-            module(*[x] * count, *more)
-            return
+            module(*args)
+    return not any(is_lazy(p) for p in (*module.parameters(), *module.buffers()))
 
 
 def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:

@@ -124,6 +124,83 @@ class Attention(nn.Module):
         weights = (q @ k.transpose(2, 3) / q.size(-1) ** 0.5).softmax(-1)
         return self.wo((weights @ v).transpose(1, 2).reshape(b, n, -1))
 """
+LOGS = """
+import lightning_that_nobody_has as pl
+from log_that_nobody_has import logger
+
+
+class Attention(pl.LightningModule):
+    def __init__(self, dim, heads, dropout_rate):
+        super().__init__()
+        self.save_hyperparameters()
+        self.heads, self.drop = heads, nn.Dropout(p=dropout_rate, inplace=INPLACE)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        logger.debug(f"queries of {tuple(q.shape)}")
+        weights = self.drop((q @ k.mT / q.size(-1) ** 0.5).softmax(-1))
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+"""
+TEMPERED = """
+class Inner(nn.Module):
+    def __init__(self, temperature):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, q, k, v):
+        return (q @ k.mT * self.temperature).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, d_model, n_head, temp):
+        super().__init__()
+        self.heads, self.inner = n_head, Inner(temperature=temp)
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(self.inner(q, k, v).transpose(1, 2).flatten(2))
+"""
+SETS = """
+class MAB(nn.Module):
+    def __init__(self, dim_Q, dim_K, dim_V, num_heads):
+        super().__init__()
+        self.dim_V, self.num_heads = dim_V, num_heads
+        self.fc_q, self.fc_k, self.fc_v = nn.Linear(dim_Q, dim_V), nn.Linear(dim_K, dim_V), nn.Linear(dim_K, dim_V)
+        self.fc_o = nn.Linear(dim_V, dim_V)
+
+    def forward(self, Q, K):
+        Q, K, V = self.fc_q(Q), self.fc_k(K), self.fc_v(K)
+        q, k, v = (torch.cat(x.split(self.dim_V // self.num_heads, 2), 0) for x in (Q, K, V))
+        weights = torch.softmax(q.bmm(k.transpose(1, 2)) / math.sqrt(self.dim_V), 2)
+        out = torch.cat((q + weights.bmm(v)).split(Q.size(0), 0), 2)
+        return out + F.relu(self.fc_o(out))
+
+
+class ISAB(nn.Module):
+    def __init__(self, dim_in, dim_out, num_heads, num_inds):
+        super().__init__()
+        self.I = nn.Parameter(torch.randn(1, num_inds, dim_out))
+        self.mab0, self.mab1 = MAB(dim_out, dim_in, dim_out, num_heads), MAB(dim_in, dim_out, dim_out, num_heads)
+
+    def forward(self, X):
+        return self.mab1(X, self.mab0(self.I.repeat(X.size(0), 1, 1), X))
+"""
+CAPTIONS = """
+class Captions(nn.Module):
+    def __init__(self, vocab_size, embed_dim, num_heads, num_layers, max_length):
+        super().__init__()
+        self.embedding, self.image = nn.Embedding(vocab_size, embed_dim), nn.Linear(512, embed_dim)
+        self.positions = nn.Parameter(torch.zeros(1, max_length, embed_dim))
+        layer = nn.TransformerDecoderLayer(embed_dim, num_heads, batch_first=True)
+        self.decoder, self.fc = nn.TransformerDecoder(layer, num_layers), nn.Linear(embed_dim, vocab_size)
+
+    def forward(self, tgt, memory):
+        x = self.embedding(tgt) + self.positions[:, : tgt.size(1)]
+        mask = nn.Transformer.generate_square_subsequent_mask(tgt.size(1)).to(x)
+        return self.fc(self.decoder(x, self.image(memory).unsqueeze(1), tgt_mask=mask))
+"""
 
 
 def report_on(text: str, name: str, folder: Path) -> str:
@@ -134,8 +211,16 @@ def report_on(text: str, name: str, folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [(CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")],
-    ids=["a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"],
+    [
+        *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")),
+        *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
+        (CAPTIONS, "Captions"),
+    ],
+    ids=[
+        *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
+        *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
+        "one token for an image",
+    ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
     said = report_on(text, name, tmp_path)
@@ -150,8 +235,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (FROZEN, "PositionalEmbedding", "the exponent of the frequencies"),
         (BANDED, "WindowAttention", "mixes tokens"),
         (CACHED.replace("FIRST", "start_pos + 1"), "Attention", "[:b, start_pos + 1 : start_pos + 1 + n] = k"),
+        (LOGS.replace("INPLACE", "True"), "Attention", "backward raises"),
+        (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
     ],
-    ids=["the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"],
+    ids=[
+        *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
+        *("a dropout in place", "a scale that nobody chose"),
+    ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
     said = report_on(text, name, tmp_path)

@@ -259,6 +259,7 @@ class Scores:
         _, _, queries, keys = ranks_of(self.part)
         samples, heads = len(self.part.table.query.unique()) // queries, len(self.part.table.heads)
         sizes = {"head_dim": self.width, "embed_dim": self._width_of_input(), "num_heads": heads}
+        sizes["num_heads * head_dim"] = heads * self.width
         return sizes | {"key_len": keys, "query_len": queries, "batch": samples}
 
     def _width_of_input(self) -> int:
