@@ -27,6 +27,7 @@ CAP = re.compile(r"cap|clip|clamp", re.IGNORECASE)
 Names = Callable[[str], object]  # whether a name asks for it
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 NORMED = ("normed", "gain")
+LAST = "last_key_hidden"
 KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 
 
@@ -49,7 +50,7 @@ class Conventions:
         yield from self._rotations(departures)
         yield from self._norms(departures)
         own = self.own_mask()
-        if own is not None and own.evidence and "mask" not in wrong:
+        if own is not None and (own.evidence or own.name == LAST) and "mask" not in wrong:
             yield own
         for model in self.judgement.models[:1]:
             if model.cap:
@@ -101,6 +102,10 @@ class Conventions:
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
+                _, key, queries, keys = ranks_of(part)
+                if queries == keys and bool(hidden[live & (key == keys - 1)].all()):
+                    claim = f"Of {keys} tokens, the last is hidden from every query, and from its own."
+                    return Departure(LAST, "mask", operation, {"claim": claim})
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None

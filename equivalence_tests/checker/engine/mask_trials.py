@@ -375,16 +375,17 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"
-    if not missing and (line := _set_to_none(trial.function, mask)):
-        return f"line {line} sets it to None, as it was built"
+    if not missing and (line := _replaced(trial.function, mask)):
+        return f"line {line} puts something else in its place, as it was built"
     return f"no {missing} is given that it could hide" if missing else ""
 
 
-def _set_to_none(function: Any, mask: str) -> int:
-    """The line that sets a mask to None under a condition that is not about the mask; 0 where none does."""
+def _replaced(function: Any, mask: str) -> int:
+    """The line that replaces a mask, under a condition that is not about it, by what is not made of it; 0 for none."""
     choices = (node for node in nodes_of(type(function)) if isinstance(node, ast.If))
     set_in = (x for one in choices if mask not in ast.unparse(one.test) for x in (*one.body, *one.orelse))
-    return next((x.lineno for x in set_in if ast.unparse(x) == f"{mask} = None"), 0)
+    made = (x for x in set_in if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == mask)
+    return next((x.lineno for x in made if mask not in ast.unparse(x.value)), 0)
 
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:

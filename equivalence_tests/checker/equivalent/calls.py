@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
-from equivalence_tests.checker.equivalent.one_call import hold_call
+from equivalence_tests.checker.equivalent.one_call import hold_call, show_by_program
 from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
 
@@ -66,6 +66,8 @@ def diagnose_call(
             if report.unread and not proofs:  # one option of code that is held as a whole elsewhere
                 report.verdict, report.reason = "partial", ""
         elif proofs:
+            if not all(finding.is_proven for finding in report.findings):
+                show_by_program(report, found, found.judgements[place])
             accuse_with_proof(report)
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)

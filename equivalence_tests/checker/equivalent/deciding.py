@@ -18,7 +18,7 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import Exercise, Finding, some_of
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Exercise, Finding, some_of
 from equivalence_tests.checker.reporting.report import Report
 
 NOT_TORCHS = "it is not part of torch's program"
@@ -103,6 +103,20 @@ def accuse_with_proof(report: Report, complete: bool = False) -> None:
     report.suspected = [replace(finding, stack=()) for finding in unproven]
     if not report.findings:
         report.verdict, report.reason = "unchecked", _suspicion(unproven)
+
+
+def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Finding:
+    """Show a finding by the program that gives the same numbers, in which it is a step that nothing explains.
+
+    Args:
+        finding: The finding.
+        steps: The steps that it is about.
+        gap: How far the program is from the code without them.
+    """
+    if not steps or not ABOVE_ROUNDING < gap < math.inf:
+        return finding
+    said = f"Your code returns the numbers of a program of torch's parts with this step: {steps[0].words}."
+    return replace(finding, evidence=f"{said} Without it the difference is {gap:.2g}.")
 
 
 def _suspicion(suspected: Sequence[Finding]) -> str:

@@ -27,7 +27,14 @@ from equivalence_tests.checker.equivalent.comparing import (
     compare,
     kept_parameters,
 )
-from equivalence_tests.checker.equivalent.deciding import Holding, accuse_with_proof, decide, left_over, unread
+from equivalence_tests.checker.equivalent.deciding import (
+    Holding,
+    accuse_with_proof,
+    decide,
+    left_over,
+    shown_as_step,
+    unread,
+)
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart
@@ -334,10 +341,7 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
     if exact is not None and finding.stage != "wrap":
         gaps = [proving.difference(exact.program.without(step.stage)) for step in steps]
         gap = max([*gaps, *(gap for gap, _ in plain)]) if steps else 0.0
-        if not ABOVE_ROUNDING < gap < math.inf:
-            return finding
-        said = f"Your code returns the numbers of the program below, with this step: {steps[0].words}."
-        return replace(finding, evidence=f"{said} Without it the difference is {gap:.2g}.")
+        return shown_as_step(finding, steps, gap)
     if any(gap <= ABOVE_ROUNDING for gap, _ in plain):  # it is torch's attention: what is found changes nothing
         return finding
     if proving.rotates and finding.stage != "rotary":  # what rotates is not held against what does not

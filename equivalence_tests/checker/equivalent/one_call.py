@@ -1,5 +1,6 @@
 """Hold an attention that ran in somebody's call against torch: the sub-module that holds it, with what it was given."""
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from equivalence_tests.checker.engine.running import Call, Examination, inputs_o
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, unread
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, shown_as_step, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
@@ -25,7 +26,7 @@ from equivalence_tests.checker.equivalent.reading import plain_layout, read
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.report import Report
 
 WHOLE = "the whole, beside torch's own program"
@@ -43,6 +44,25 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
     why = "only a class or function can be written down, and this is one call"  # which gives no signature
     steps = tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items())
     report.equivalent = holding.comparison.of(Equivalent("", why, "", (), steps))
+
+
+def show_by_program(report: Report, found: Examination, judgement: Judgement) -> None:
+    """Show what nothing proves by the program of an attention in a call, where that gives the same numbers."""
+    with contextlib.suppress(UnreadError):
+        apart, layout = _apart(found, judgement)
+        holding = _holding(apart, layout)
+        if holding.agrees:
+            report.findings = [_shown(one, apart.call, layout, holding) for one in report.findings]
+
+
+def _shown(finding: Finding, call: Call, layout: Layout, holding: Holding) -> Finding:
+    steps = [step for step, said in holding.evidence(()).items() if not said and step.is_named_by(finding)]
+    if finding.is_proven or not steps:
+        return finding
+    plain = holding.program.without(steps[0].stage)
+    with kept_parameters(call.module):
+        apart = compare(lambda _: plain, _cases(call, plain), layout, holding.comparison.tolerance)
+    return shown_as_step(finding, steps, apart.worst.size)
 
 
 def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layout]:

@@ -668,10 +668,18 @@ def test_a_conformer_is_followed() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "wrong", [WholeStepAtTheEnd, ConvolutionWithoutResidual, ConvolutionOfWhatWasAttended, ResidualTwice]
+    ("wrong", "mistakes"),
+    [
+        (WholeStepAtTheEnd, ()),
+        (ConvolutionWithoutResidual, ("residual_missing",)),
+        (ConvolutionOfWhatWasAttended, ()),
+        (ResidualTwice, ("residual_added_twice",)),
+    ],
 )
-def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module]) -> None:
-    assert verify(wrong).verdict == "unchecked", str(verify(wrong))
+def test_a_conformer_that_is_wired_otherwise_is_not_equal(wrong: type[nn.Module], mistakes: tuple[str, ...]) -> None:
+    report = verify(wrong)
+    assert report.verdict == ("deviates" if mistakes else "unchecked"), str(report)
+    assert report.mistakes == mistakes
 
 
 IMAGES = """

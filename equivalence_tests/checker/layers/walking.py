@@ -230,7 +230,7 @@ def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
 def _hold(report: Report, whole: Whole) -> None:
     """Hold a whole against a program of torch's parts; what the stages could not follow in it is followed there."""
     holds = hold_whole(report, whole)
-    if not holds:
+    if not holds and not report.findings:
         locate_in_whole(report, whole)
     left_out = {one.name for one in report.suspected} == {"residual_missing"}  # the program leaves it out, too
     if holds and report.verdict == "unchecked" and not left_out:

@@ -24,6 +24,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Labels,
     Terms,
     Value,
+    adds_what_it_takes,
     are_positions,
     are_tokens,
     call_of,
@@ -173,6 +174,9 @@ class Follower:
         else:
             for x in call.inputs if attends else ():
                 self._given_beside(path, x, data[0])
+            if kind == "convolution" and adds_what_it_takes(call, self.recorder):
+                self.sums.behind(data[0], kind, path, self.module)
+                kind = "layer"
             self._part(kind, path, data, call.outputs, call.frames)
 
     def _learnt_tokens(self, path: str, x: Tensor) -> Value:

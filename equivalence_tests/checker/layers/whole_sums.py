@@ -41,6 +41,7 @@ class Sums:
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
+    mixing: set[str] = field(default_factory=set)  # the convolutions between sub-layers
     put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
 
     def used(self, value: Value, by: str) -> None:
@@ -157,6 +158,7 @@ class Sums:
         if kind == before == "positions":
             self.say(f"{path} adds positions to what has positions", "scores")
         if kind == "convolution":
+            self.mixing.add(path)
             self.say(f"{path} mixes neighbouring tokens", "project", f"the sub-module {path}, a {type(own).__name__}")
         if isinstance(own, nn.modules.batchnorm._BatchNorm):
             said = f"the sub-module {path}, a {type(own).__name__}"
@@ -273,7 +275,8 @@ class Sums:
     def _halved(self) -> None:
         """Two feed-forwards, each added by half, stand on both sides of an attention, as in Macaron-Net."""
         halves = {one for one in self.found if one.stage == "factor" and one.words.endswith(" times 0.5")}
-        if halves and len(halves) == 2 * len([*self.labels.of_kind("attention")]):
+        attend = [made for _, made in self.labels.of_kind("attention", "layer") if made.words not in self.mixing]
+        if halves and len(halves) == 2 * len(attend):
             said = "two feed-forwards are half a step each, as in Macaron-Net"
             self.found = [replace(one, evidence=said) if one in halves else one for one in self.found]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import near
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MOVES, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
 from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
@@ -25,6 +25,7 @@ ACTS = words("relu gelu silu tanh sigmoid softplus elu leaky_relu selu mish hard
 POOLS = words("mean sum amax max")
 NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
 MOST_OPERATIONS = 12  # of which an activation is written out
+HALF = 0.5  # as the feed-forwards of a Conformer are added, between which a convolution stands
 FEATURES = 1 << 20  # more than a token has
 Terms = tuple[tuple[str, float], ...]
 # What a stream of tokens begins with.
@@ -63,6 +64,16 @@ class Value:
     def is_not_in(self, made: Tensor) -> bool:
         """Whether positions were made beside it, and not added to it: they are the same for all samples."""
         return relaid(self.places, made.shape) is None or (len(made) > 1 and bool((made == made[:1]).all()))
+
+
+def is_counted(terms: Terms) -> bool:
+    """Whether a sum takes each label a whole number of times, or by half: nothing else is scaled."""
+    return all(count in (HALF, int(count)) and count >= 0 for _, count in terms)
+
+
+def as_often_in(terms: Terms, label: str) -> Terms:
+    """Give a label as often as it is in a sum."""
+    return tuple(one for one in terms if one[0] == label)
 
 
 def summed(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
@@ -219,6 +230,13 @@ def call_of(operation: Operation, recorder: Recorder) -> Frames:
     """The lines that call the sub-module that runs an operation; none where the module itself runs it."""
     calls = [one for one in recorder.calls if one.path and one.first <= operation.index < one.end]
     return max(calls, key=lambda one: one.first).frames if calls else ()
+
+
+def adds_what_it_takes(call: ModuleCall, recorder: Recorder) -> bool:
+    """Whether a sub-module ends in the sum of what it was given and something else."""
+    inside = recorder.operations[call.first : call.end]
+    made = [one for one in inside if any(slot.tensor is call.outputs[0] for slot in one.outputs)]
+    return bool(made) and made[-1].name in ADDS and any(slot.tensor is call.inputs[0] for slot in made[-1].inputs)
 
 
 def events_in(recorder: Recorder, module: nn.Module, kinds: Mapping[str, str]) -> Iterator[ModuleCall]:

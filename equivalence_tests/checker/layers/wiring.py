@@ -4,7 +4,7 @@ One forward pass is followed: every value is a sum of what was given, the input 
 gave. The residual stream goes from x to the output. Where it cannot be followed, that is said.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +20,24 @@ from equivalence_tests.checker.equivalent.search import together
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.putting import Putting
 from equivalence_tests.checker.layers.whole_steps import Follower
-from equivalence_tests.checker.layers.whole_values import BASES, MATRICES, Labels, Made, Terms, Value, summed
+from equivalence_tests.checker.layers.whole_values import (
+    BASES,
+    HALF,
+    MATRICES,
+    Labels,
+    Made,
+    Terms,
+    Value,
+    as_often_in,
+    is_counted,
+    summed,
+)
 from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 SUBLAYERS = ("attention", "feed_forward")
-FOLLOWED = ("layer", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS)
+FOLLOWED = ("layer", "convolution", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS)
 
 
 @dataclass
@@ -72,20 +83,14 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     except UnreadError as why:
         wiring.unread.append(str(why))
     idle = idle_modules(run, follower.module)
-    for frames in follower.conditions.taken_again():
-        wiring.blame("modulation_taken_twice", frames)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
-    unused = {p: (kind, assigned_at(follower.module, _outermost(p, idle))) for p, kind in atoms.items() if p in idle}
+    around = {p: min((x for x in idle if f"{p}.".startswith(f"{x}.")), key=len) for p in atoms if p in idle}
+    unused = {p: (atoms[p], assigned_at(follower.module, outermost)) for p, outermost in around.items()}
     _judge_unused(wiring, unused, trial.plan.self_attention)
     if follower.returned:
         putting = Putting(follower, partial(_watched, trial))
         _Stream(wiring, putting, contained, trial.plan.self_attention).follow()
     return wiring
-
-
-def _outermost(path: str, idle: Collection[str]) -> str:
-    """Give what holds a module and takes no part either, or the module itself."""
-    return min((one for one in idle if f"{path}.".startswith(f"{one}.")), key=len)
 
 
 def _watched(trial: Trial) -> Without:
@@ -161,11 +166,6 @@ def _one(label: str) -> Terms:
     return ((label, 1.0),)
 
 
-def _is_counted(terms: Terms) -> bool:
-    """Whether a sum takes each label a whole number of times: nothing is scaled."""
-    return all(count == int(count) and count >= 0 for _, count in terms)
-
-
 def _judge_unused(wiring: Wiring, idle: Mapping[str, tuple[str, Frames]], self_attention: bool) -> None:
     """Name what takes no part in the output: it is not called, or nothing reads what it gives.
 
@@ -221,10 +221,12 @@ class _Stream:
         self.wiring, self.final, self.steps = wiring, labels.bare(follower.returned), wiring.steps
         self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
         read = (x.terms for step in self.steps.values() for x in step.inputs)
-        self.sums = [x for x in (*read, self.final) if _is_counted(x)]
+        self.sums = [x for x in (*read, self.final) if is_counted(x)]
         self.norms = {label: step for label, step in self.steps.items() if step.kind == "layer_norm"}
         own = {label for label, step in self.steps.items() if not all(self._of_memory(x.terms) for x in step.inputs)}
-        self.sublayers = [label for label in self.steps if label in own and self.steps[label].kind in SUBLAYERS]
+        self.halves = any(count == HALF for x in self.sums for _, count in x)
+        kinds = (*SUBLAYERS, "convolution") if self.halves else SUBLAYERS
+        self.sublayers = [label for label in self.steps if label in own and self.steps[label].kind in kinds]
         for label, made in labels.of_kind("conditioned"):  # a norm whose gain is made of a vector is a norm
             value = made.inputs[0]
             if value.only in self.norms:
@@ -273,11 +275,11 @@ class _Stream:
         last, used = self._branch(label, entered)
         if label in self.wiring.unused or not used:
             raise _LostError
-        if used == _one(last):
+        if used == as_often_in(used, last):
             self._alone(label, step)
             return
         self._judge_sum(label, last, used, entered)
-        self._advance(used, norm_inside=bool(self.contained.get(step.words)))
+        self._advance(used, norm_inside=self.halves or bool(self.contained.get(step.words)))
 
     def _mixed(self, step: Made, entered: Terms) -> list[Terms]:
         """What queries, keys and values are, where they are neither all the stream nor all norms of it."""
@@ -296,7 +298,7 @@ class _Stream:
         return self.putting.taken(norm or first, self._normalised(have) or have, want)
 
     def _is_known(self, x: Terms) -> bool:
-        return _is_counted(x) and {*dict(x)} <= {*self.bases, *self.sublayers, *self.norms}
+        return is_counted(x) and {*dict(x)} <= {*self.bases, *self.sublayers, *self.norms}
 
     def _branch(self, label: str, entered: Terms) -> tuple[str, Terms]:
         """The end of a branch, and the first value that it is seen in: a norm or a scale may stand in between."""
@@ -309,8 +311,8 @@ class _Stream:
 
     def _judge_sum(self, label: str, last: str, used: Terms, entered: Terms) -> None:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
-        beside, end, step = summed(used, _one(last), -1), self.steps[last], self.steps[label]
-        right = partial(self.putting.given, used, summed(self.now, _one(last)))
+        own, end, step = as_often_in(used, last), self.steps[last], self.steps[label]
+        beside, right = summed(used, own, -1), partial(self.putting.given, used, summed(self.now, own))
         if end.kind == "layer_norm" and beside == self.now and self.pre_norm:
             self.sandwiched = True  # a norm on both sides of a branch is no slip
         elif end.kind == "layer_norm" and beside == self.now:
@@ -348,7 +350,7 @@ class _Stream:
     def _alone(self, label: str, step: Made) -> None:
         """A sub-layer that is summed with nothing: it holds its own residual, or one is missing."""
         contained = self.contained.get(step.words, False)
-        if contained:
+        if contained or self.labels.made[label].kind == "layer":
             self.now = _one(label)
             return
         last = self._scaled(label)
@@ -417,7 +419,7 @@ class _Stream:
     def _query(self, label: str) -> Terms:
         """What a sub-layer reads besides the memory; () where that is scaled."""
         read = next((x.terms for x in self.steps[label].inputs if not self._of_memory(x.terms)), ())
-        return read if _is_counted(read) else ()
+        return read if is_counted(read) else ()
 
     def _raw(self, label: str) -> Terms:
         """What a sub-layer reads, before a LayerNorm."""

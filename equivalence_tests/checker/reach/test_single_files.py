@@ -201,6 +201,43 @@ class Captions(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.size(1)).to(x)
         return self.fc(self.decoder(x, self.image(memory).unsqueeze(1), tgt_mask=mask))
 """
+WINDOWS = """
+class WindowedAttention(nn.Module):
+    def __init__(self, d_model, n_heads, window_size=2):
+        super().__init__()
+        self.heads, self.window_size = n_heads, window_size
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        seen = torch.zeros(x.size(1), x.size(1), dtype=torch.bool)
+        for i in range(x.size(1)):
+            seen[i, max(0, i - self.window_size) : min(END, i + self.window_size + 1)] = True
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~seen, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+INLINE = """
+def rotated(x, y, angles):
+    both = (torch.view_as_complex(z.float().reshape(*z.shape[:-1], -1, 2)) * angles[: z.size(1), None] for z in (x, y))
+    return [torch.view_as_real(z).flatten(3).type_as(x) for z in both]
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        dim, self.heads = config.d_model, config.nhead
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.w1, self.w2 = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, x, freqs_cis, mask):
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)) for f in (self.wq, self.wk, self.wv))
+        q, KEYS = rotated(q, k, freqs_cis)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        x = x + self.wo(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.w2(F.silu(self.w1(self.norm2(x))))
+"""
 
 
 def report_on(text: str, name: str, folder: Path) -> str:
@@ -214,12 +251,13 @@ def report_on(text: str, name: str, folder: Path) -> str:
     [
         *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")),
         *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
-        (CAPTIONS, "Captions"),
+        *((CAPTIONS, "Captions"), (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention")),
+        (INLINE.replace("KEYS", "k"), "Layer"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
-        "one token for an image",
+        *("one token for an image", "a window", "a layer that attends itself"),
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -236,11 +274,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (BANDED, "WindowAttention", "mixes tokens"),
         (CACHED.replace("FIRST", "start_pos + 1"), "Attention", "[:b, start_pos + 1 : start_pos + 1 + n] = k"),
         (LOGS.replace("INPLACE", "True"), "Attention", "backward raises"),
+        (WINDOWS.replace("END", "x.size(1) - 1"), "WindowedAttention", "hides the last key"),
+        (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries and not the keys"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
-        *("a dropout in place", "a scale that nobody chose"),
+        *("a dropout in place", "a window that ends too early", "keys of a layer stay", "a scale that nobody chose"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
