@@ -194,6 +194,14 @@ class Labels:
         kinds = [self.kind(value) for value in values]
         return kinds.count("activation") == 1 and all(kind in ("linear", "piece", "activation") for kind in kinds)
 
+    def items_in(self, values: list[Value]) -> str:
+        """Say what embeds the items that tokens are compared with, if that embeds the tokens, too; "" for none."""
+        made = [self.made.get(value.only) for value in values]
+        embedded = [one for one in made if one is not None and one.kind == "embedding"]
+        others = [one for one in self.made.values() if one.kind == "embedding" and one not in embedded]
+        tied = len(values) == 2 and len(embedded) == 1 and any(one.words == embedded[0].words for one in others)
+        return f"{embedded[0].words} embeds both, as where recommenders score items" if tied else ""
+
     def is_normed_matrix(self, value: Value) -> bool:
         """Whether it is the norm of what a matrix gave."""
         return self.kind(value) == "layer_norm" and self.kind(self.made[value.only].inputs[0]) == "linear"

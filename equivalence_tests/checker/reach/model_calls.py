@@ -24,6 +24,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
+HISTORY = re.compile(r"seq|log|hist|inp|src|source|item")
 DECODES = re.compile(r"tgt|trg|dec")
 LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
@@ -140,7 +141,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
     drawn = cache(lambda count: [*_drawn(module, count)])
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
-    for roles in itertools.chain(ways, ({**required, aim: ""} for aim in aims), other, conditioned):
+    items = _items_beside(required) if any(isinstance(m, nn.Embedding) for m in module.modules()) else []
+    for roles in itertools.chain(ways, items, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
         if first is not None:
@@ -164,6 +166,13 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
     likely = [[*steps, *vectors] if TIME.search(name) else ["classes", *vectors, *steps] for name in others]
     for chosen in ranked(likely) if others else ():
         yield {**roles, **dict(zip(others, chosen, strict=True))}
+
+
+def _items_beside(roles: Mapping[str, str]) -> list[dict[str, str]]:
+    """Take all sequences of ids but the first for items that are scored, as recommenders score those of each place."""
+    names = [name for name, role in roles.items() if not role]
+    likely = [name for name in names if HISTORY.search(name.lower())] or names
+    return [{**roles, **dict.fromkeys((x for x in names if x != likely[0]), "items")}] if len(names) > 2 else []
 
 
 def _of_samples(role: str, batch: int) -> Tensor:
@@ -233,6 +242,9 @@ def _arguments(
         if role == "mask" and form is not None:
             may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
+        elif role == "items":
+            items = torch.arange(source.numel()).view_as(source) % 3 + FIRST_ID  # the same whatever the tokens are
+            arguments[name] = items.transpose(0, 1) if length_first else items
         elif role == "segments":
             arguments[name] = torch.zeros_like(source.transpose(0, 1) if length_first else source)
         elif role == "mask" or role in tensors:

@@ -238,6 +238,38 @@ class Layer(nn.Module):
         x = x + self.wo(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
         return x + self.w2(F.silu(self.w1(self.norm2(x))))
 """
+SEQUENCES = """
+class SASRec(nn.Module):
+    def __init__(self, item_num, args):
+        super().__init__()
+        dim, self.dev = args.hidden_units, args.device
+        self.item_emb = nn.Embedding(item_num + 1, dim, padding_idx=0)
+        self.pos_emb, self.drop = nn.Embedding(args.maxlen + 1, dim, padding_idx=0), nn.Dropout(p=args.dropout_rate)
+        layers = range(args.num_blocks)
+        self.norms1, self.norms2 = (nn.ModuleList(nn.LayerNorm(dim, eps=1e-8) for _ in layers) for _ in range(2))
+        self.attention = nn.ModuleList(nn.MultiheadAttention(dim, args.num_heads, batch_first=True) for _ in layers)
+        self.forwards = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)) for _ in layers
+        )
+        self.last_norm = nn.LayerNorm(dim, eps=1e-8)
+
+    def log2feats(self, log_seqs):
+        seqs = self.item_emb(log_seqs.to(self.dev))
+        seqs *= self.item_emb.embedding_dim ** 0.5
+        places = torch.arange(1, log_seqs.shape[1] + 1).unsqueeze(0).expand(len(log_seqs), -1)
+        seqs = self.drop(seqs + self.pos_emb(places * (log_seqs != 0).long()))
+        hidden = ~torch.tril(torch.ones(seqs.shape[1], seqs.shape[1], dtype=torch.bool)DIAGONAL)
+        for norm1, attend, norm2, forward in zip(self.norms1, self.attention, self.norms2, self.forwards):
+            y = norm1(seqs)
+            seqs = seqs + attend(y, y, y, attn_mask=hidden)[0]
+            seqs = seqs + forward(norm2(seqs))
+        return self.last_norm(seqs)
+
+    def forward(self, log_seqs, pos_seqs, neg_seqs):
+        features = self.log2feats(log_seqs)
+        positive, negative = self.item_emb(pos_seqs.to(self.dev)), self.item_emb(neg_seqs.to(self.dev))
+        return (features * positive).sum(dim=-1), (features * negative).sum(dim=-1)
+"""
 
 
 def report_on(text: str, name: str, folder: Path) -> str:
@@ -252,12 +284,12 @@ def report_on(text: str, name: str, folder: Path) -> str:
         *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")),
         *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
         *((CAPTIONS, "Captions"), (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention")),
-        (INLINE.replace("KEYS", "k"), "Layer"),
+        *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
-        *("one token for an image", "a window", "a layer that attends itself"),
+        *("one token for an image", "a window", "a layer that attends itself", "items that are scored"),
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -276,11 +308,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (LOGS.replace("INPLACE", "True"), "Attention", "backward raises"),
         (WINDOWS.replace("END", "x.size(1) - 1"), "WindowedAttention", "hides the last key"),
         (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries and not the keys"),
+        (SEQUENCES.replace("DIAGONAL", ", diagonal=1"), "SASRec", "sees the token after it"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
-        *("a dropout in place", "a window that ends too early", "keys of a layer stay", "a scale that nobody chose"),
+        *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
+        *("items one ahead", "a scale that nobody chose"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
