@@ -103,7 +103,8 @@ class Conventions:
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
                 _, key, queries, keys = ranks_of(part)
-                if queries == keys and bool(hidden[live & (key == keys - 1)].all()):
+                alone = len(judgement.attention.parts) == 1 and queries == keys
+                if alone and bool(hidden[live & (key == keys - 1)].all()):
                     claim = f"Of {keys} tokens, the last is hidden from every query, and from its own."
                     return Departure(LAST, "mask", operation, {"claim": claim})
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)

@@ -116,3 +116,37 @@ def test_a_layer_may_project_for_its_attentions_and_add_in_a_class_of_its_own(
     assert report.verdict == "deviates", str(report)
     lines = [one.text for finding in report.findings for one in finding.stack]
     assert any(wrong in line for line in lines), lines
+
+
+MASKS = """
+from torch import nn
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, d_model: int, h: int):
+        super().__init__()
+        self.h = h
+        self.self_attn = nn.MultiheadAttention(d_model, h, batch_first=True)
+        self.cross_attn = nn.MultiheadAttention(d_model, h, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(d_model) for _ in range(3))
+
+    def forward(self, x, enc_output, tgt_pad_mask, look_ahead_mask, memory_pad_mask):
+        batch, queries = tgt_pad_mask.size()
+        own = (look_ahead_mask & tgt_pad_mask[:, None]).repeat_interleave(self.h, 0)
+        crossed = memory_pad_mask[:, None].expand(-1, queries, -1).repeat_interleave(self.h, 0)
+        y = self.norm1(x + self.self_attn(x, x, x, attn_mask=~own)[0])
+        z = self.norm2(y + self.cross_attn(y, enc_output, enc_output, attn_mask=~crossed)[0])
+        return self.norm3(z + self.ffn(z))
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("", ""), ("(look_ahead_mask & tgt_pad_mask[:, None])", "look_ahead_mask")]
+)
+def test_each_of_three_masks_may_have_a_shape_of_its_own(right: str, wrong: str, tmp_path: Path) -> None:
+    text = MASKS.replace(right, f"{wrong}.expand(batch, -1, -1)") if right else MASKS
+    (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:DecoderLayer")
+    assert report.verdict == ("deviates" if right else "equal"), str(report)
+    assert not right or "mask_never_used" in report.mistakes

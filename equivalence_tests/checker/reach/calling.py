@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ OF_STEPS = tuple(f"{step}, {others}" for others in ("b l e", "l b e") for step i
 LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
+OF_MEMORY = re.compile(r"src|source|mem|enc|cross")
+PADDING = OF_QUERY_TOKENS, OF_KEY_TOKENS = "neutral query", "neutral key"  # a mask of the tokens of one side
 LEFT_OUT = inspect.Parameter.empty  # an argument that is left to its default
 
 
@@ -85,9 +88,9 @@ class CallPlan:
 
     Args:
         roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), positions of the queries
-            or of the keys, a constant written "=None", "=False", "=d_k", or a list, "[query, key, value]", where what
-            stands twice is cut into pieces).
+            input, mask, neutral (a mask that hides nothing; "neutral query" and "neutral key" are of the tokens of one
+            side), angles (of rotary positions), positions of the queries or of the keys, a constant written "=None",
+            "=False", "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
         layout: How tokens are laid out, "b l e" or another.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the roles follow from the names of the parameters.
@@ -232,13 +235,19 @@ class Trial:
             return [self._value(name, one, piece, mask) for one, piece in zip(held, pieces, strict=True)]
         if role == "mask?" and mask is None:
             return None
+        if role in PADDING and self.plan.neutral is not None:
+            own = inputs.query if role == OF_QUERY_TOKENS else inputs.key
+            every = own.new_ones(len(own), 1, own.size(1)).bool()
+            return replace(self.plan.neutral, shape="(batch, key)").build(every, self.sizes.num_heads, self.dtype)
         if role in ("mask", "mask?", "neutral"):
             form = self.plan.neutral if role == "neutral" else mask or self.plan.neutral
             if form is None:
                 return None if self.plan.positional else LEFT_OUT
             may_attend = inputs.may_attend if mask is not None and role != "neutral" else None
             if may_attend is None:
-                may_attend = inputs.query.new_ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1)).bool()
+                alone = OF_QUERY_TOKENS in self.plan.given and not OF_MEMORY.search(name.lower())
+                keys = inputs.query if alone else inputs.key
+                may_attend = inputs.query.new_ones(len(keys), inputs.query.size(1), keys.size(1)).bool()
             tensor = form.build(may_attend, self.sizes.num_heads, self.dtype)
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):

@@ -28,9 +28,12 @@ from equivalence_tests.checker.reach.arguments import (
 from equivalence_tests.checker.reach.calling import (
     HEADS,
     LAYOUTS,
+    OF_KEY_TOKENS,
     OF_KEYS,
+    OF_MEMORY,
     OF_ONE,
     OF_QUERIES,
+    OF_QUERY_TOKENS,
     OF_STEPS,
     TABLES,
     VECTOR,
@@ -62,7 +65,7 @@ ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
 OF_TOKENS = ("input", "query", "key", "value", "memory")
 IMAGE_SIZES = (("h", "w"), ("height", "width"))
 SWITCH = re.compile(
-    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
+    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|(?<!a)head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
 ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
@@ -387,8 +390,18 @@ def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Ite
             before_the_mask.add(errors[-1])
             continue
         for form in masked:
-            plans = [replace(plan, roles=r, angles=angles, neutral=form) for r in {plan.roles: 0, all_neutral: 0}]
+            every = {plan.roles: 0, all_neutral: 0, _with_padding(all_neutral): 0}
+            plans = [replace(plan, roles=r, angles=angles, neutral=form) for r in every]
             yield from itertools.islice((done for done in map(tried, plans) if done is not None), 1)
+
+
+def _with_padding(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Let masks that are called padding, beside one that is not, hold the tokens of one side alone."""
+    masks = [name for name, role in roles if role in ("mask", "neutral")]
+    pads = [name for name in masks if "pad" in name.lower()]
+    sides = {name: OF_KEY_TOKENS if OF_MEMORY.search(name.lower()) else OF_QUERY_TOKENS for name in pads}
+    own = sides if len(pads) < len(masks) else {}
+    return tuple((name, own.get(name, role)) for name, role in roles)
 
 
 def _angles_to_try(trial: Trial) -> list[AngleForm] | list[None]:
