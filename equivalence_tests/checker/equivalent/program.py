@@ -325,7 +325,8 @@ class Program:
             if rotation is not None:
                 alike = role != "value" and rotation.grows and all(rotation.is_like(one.rotation) for one in both)
                 said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""
-                yield Step(f"the {role} is rotated by its position", said, "rotary" if said else "rotated")
+                what = f"the {role}, all heads side by side, is" if rotation.whole else f"the {role} is"
+                yield Step(f"{what} rotated by its position", said, "rotary" if said else "rotated")
         if abs(self.value.number - 1) > ROUNDING:
             yield Step(f"the values times {self.value.number:.6g}", "", "context")
 
@@ -401,7 +402,10 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
             yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
         if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
             yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
-        if one.change.rotation is not None and not one.change.rotation.is_in_order(_ranks(rows[role])):
+        turned = one.change.rotation
+        if turned is not None and not turned.is_in_order(
+            _ranks(rows[role].view(1, -1) if turned.whole else rows[role])
+        ):
             yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
     if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
         yield Step("the features of queries and keys are paired in another order", "", "split")

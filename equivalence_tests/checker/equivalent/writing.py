@@ -291,6 +291,9 @@ class AttentionWriter:
     def _rotated(self, role: str, rotation: Rotation) -> Iterator[str]:
         if rotation.angles is not None:
             raise UnreadError("angles that were seen for one length only cannot be written down")
+        if rotation.whole:
+            heads = getattr(self.program, role).weight.size(0)
+            yield f"{role} = {role}.transpose(1, 2).flatten(2)  # all heads side by side"
         steps = f"torch.tensor({rotation.steps.tolist()})"
         if rotation.base:
             steps = f"{rotation.base!r} ** (-torch.arange(0, {rotation.width}, 2) / {rotation.width})"
@@ -306,6 +309,8 @@ class AttentionWriter:
         yield f"rotated = {rotated}"
         whole = "torch.stack(rotated, -1).flatten(-2)" if rotation.apart == 1 else "torch.cat(rotated, -1)"
         yield f"{role} = torch.cat([{role}[..., :{first}], {whole}, {role}[..., {end}:]], -1)"
+        if rotation.whole:
+            yield f"{role} = {role}.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
 
     def _score_bias(self) -> Iterator[str]:
         bias = self.program.bias
