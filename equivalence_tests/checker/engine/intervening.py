@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import looked_up
+from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
 from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.names import Part, Run
+from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import distance
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Proof
@@ -24,7 +27,8 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
     if unread or not any(departure.patches for departure in departures):
         return [None] * len(departures)
     count = INPUTS if len(found.run.operations) < MANY else 2
-    right = {**_all(departures), **reference(judgement)}
+    biased = any(departure.stage == "bias" and departure.patches for departure in departures)
+    right = {**_all(departures), **reference(judgement, biased)}
     errors, without = 0.0, [0.0] * len(departures)
     for seed in range(1, count + 1):
         want = _outputs(found.call, right, seed)
@@ -49,8 +53,13 @@ def _distance(have: list[Tensor], want: list[Tensor]) -> float:
     return distance(have[0].nan_to_num(0.0), want[0].nan_to_num(0.0)) if have and want else float("inf")
 
 
-def reference(judgement: Judgement) -> dict[int, Patch]:
-    """Torch's own formula in the place of what reaches the end of an attention."""
+def reference(judgement: Judgement, biased: bool = False) -> dict[int, Patch]:
+    """Torch's own formula in the place of what reaches the end of an attention.
+
+    Args:
+        judgement: Of the attention.
+        biased: Whether what the code adds to its scores is part of the formula.
+    """
     attention = judgement.attention
     names = attention.names
     if names is None or len(attention.context_sources) == 0:
@@ -59,8 +68,25 @@ def reference(judgement: Judgement) -> dict[int, Patch]:
     factors = [[operand.factor for operand in own] for own in judgement.operands]
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        made = context_by_formula(recorder, attention, factors, judgement.hidden)
+        added = [_added(recorder, part, attention.run) if biased else 0.0 for part in attention.parts]
+        made = context_by_formula(recorder, attention, factors, judgement.hidden, added)
         want = looked_up(names, *made)
         return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
 
     return {attention.end.index: patch}
+
+
+def _added(recorder: Recorder, part: Part, run: Run) -> Tensor | float:
+    """What reaches the softmax where the product of queries and keys is 0, in the order of the scores."""
+    steps = (operation.index for operation, _, _ in part.steps(run) if operation.name in SOFTMAXES)
+    index, made = next(steps, None), recorder.operations[part.product.operation.index]
+    codes = None if index is None else run.names.before[index][0]
+    if index is None or codes is None:
+        return 0.0
+    start = {made.outputs[0].key: torch.zeros_like(made.outputs[0].value)}
+    given = replayed(recorder, start, made.index, recorder.operations[index].inputs[0], index - 1)
+    flat = torch.zeros(made.outputs[0].value.numel(), dtype=torch.float64)
+    if given is not None:
+        own = known(codes) & (source_of(codes) == part.number)
+        flat[place_of(codes)[own]] = given[own].double()
+    return flat

@@ -30,7 +30,11 @@ def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
 
 
 def context_by_formula(
-    recorder: Recorder, attention: Attention, factors: Sequence[Sequence[float]], hidden: list[Tensor]
+    recorder: Recorder,
+    attention: Attention,
+    factors: Sequence[Sequence[float]],
+    hidden: list[Tensor],
+    added: Sequence[Tensor | float] = (),
 ) -> tuple[Tensor, Tensor]:
     """Average the values as torch's formula does, and give the names of the averages and their numbers.
 
@@ -39,16 +43,18 @@ def context_by_formula(
         attention: Whose products; where its parts are tiles, each gives its share.
         factors: By what the queries, keys and values of each part are multiplied on the way.
         hidden: Which keys are hidden, for each part.
+        added: What is added to the scores of each; nothing without.
     """
     parts = attention.parts
-    scores = [_scores(recorder, part, own) for part, own in zip(parts, factors, strict=True)]
+    pairs = zip(parts, factors, added or [0.0] * len(parts), strict=True)
+    scores = [_scores(recorder, part, own) + bias for part, own, bias in pairs]
     rows = _rows(attention)
     weights = weights_by_formula(torch.cat(scores), rows, torch.cat(hidden)).split([len(x) for x in scores])
     names, values = [], []
     for part, own, mine in zip(parts, factors, weights, strict=True):
         for context in part.contexts:
             if context.source is not None:
-                value = context.contraction.columns(_operand(recorder, context, 1)) / own[2]
+                value = context.contraction.columns(operand_of(recorder, context, 1)) / own[2]
                 values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
     return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
@@ -72,7 +78,7 @@ def _rows(attention: Attention) -> Tensor:
 def _scores(recorder: Recorder, part: Part, factors: Sequence[float]) -> Tensor:
     """The product of queries and keys, over sqrt(width), flat."""
     product = part.product
-    query, key = (_operand(recorder, product, side) for side in (0, 1))
+    query, key = (operand_of(recorder, product, side) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
     factor = factors[0] * factors[1] * math.sqrt(product.width)
     return product.contraction.scattered(scores / factor).reshape(-1)
@@ -84,7 +90,8 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
     return weights[place_of(context.weights).clamp(0, len(weights) - 1)].masked_fill(~own, 0.0)
 
 
-def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
+def operand_of(recorder: Recorder, product: Product, side: int) -> Tensor:
+    """Give the numbers of the left or the right operand of a product, in a run that may be going on."""
     return recorder.operations[product.operation.index].inputs[product.contraction.sides[side]].value.double()
 
 
