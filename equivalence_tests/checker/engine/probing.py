@@ -346,8 +346,10 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
         return ""
     if kept:
         return f"self.{next(iter(kept))} is a triangle"
-    cut = (slot.value for op in ran if op.name in ("tril", "triu") for slot in op.outputs)
+    cut = [slot.value for op in ran if op.name in ("tril", "triu") for slot in op.outputs]
     if any(map(triangle_of, cut)):
         return "forward makes a triangle"
+    if any(x.dtype == torch.bool and not x.any() for x in cut):
+        return "forward cuts a triangle out of a mask that hides nothing"
     name = type(module).__name__
     return f"it is called {name}" if CLAIM.search(name) else ""

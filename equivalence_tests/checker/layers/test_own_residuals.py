@@ -150,3 +150,56 @@ def test_each_of_three_masks_may_have_a_shape_of_its_own(right: str, wrong: str,
     report = verify(f"{tmp_path / 'theirs.py'}:DecoderLayer")
     assert report.verdict == ("deviates" if right else "equal"), str(report)
     assert not right or "mask_never_used" in report.mistakes
+
+
+IDLE = """
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.attn, self.norm1, self.norm2 = nn.MultiheadAttention(dim, heads), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.ff = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x):
+        return x + self.ff(self.norm2(x))
+"""
+TURNED = """
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model, nhead):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(d_model, nhead, batch_first=True)
+        self.ff = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, x, mask=None):
+        x = self.norm1((x + self.attn(x, x, x, attn_mask=mask)[0]).flip(1))
+        return self.norm2(x + self.ff(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, d_model, nhead):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(d_model, nhead) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+"""
+
+
+def test_an_attention_that_nothing_calls_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(IDLE, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Block")
+    assert report.mistakes == ("sublayer_unused",), str(report)
+
+
+def test_tokens_that_change_places_in_each_of_two_layers_are_not_equal(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(TURNED, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Stack")
+    assert report.verdict in ("unchecked", "deviates"), str(report)

@@ -20,6 +20,7 @@ from equivalence_tests.checker.layers.whole_values import (
     are_positions,
     are_tokens,
     kind_in,
+    lies_in_order,
     lies_whole,
     made_places,
     places_of,
@@ -145,7 +146,8 @@ class Parts:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         second = first or isinstance(module, nn.modules.batchnorm._BatchNorm)
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
-        if kind in IN_ORDER and not all(map(lies_whole, taken)):
+        ordered = lies_in_order if kind == "attention" else lies_whole
+        if kind in IN_ORDER and not all(map(ordered, taken)):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")

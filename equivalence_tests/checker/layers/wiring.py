@@ -188,8 +188,8 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, tuple[str, Frames]], self_a
             wiring.blame("norm_never_used" if kind == "layer_norm" else "sublayer_unused", wiring.steps[label].frames)
         elif label is None and kind == "layer_norm" and normed:
             wiring.blame("norm_never_used", lines)
-        elif label is None and kind == "attention" and not self_attention:
-            wiring.blame("cross_attention_left_out", lines)
+        elif label is None and kind == "attention" and (not self_attention or "attention" not in ran):
+            wiring.blame("cross_attention_left_out" if "attention" in ran else "sublayer_unused", lines)
         elif path in alone and never:
             wiring.blame("sublayer_unused", lines)
         else:

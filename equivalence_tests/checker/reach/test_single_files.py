@@ -290,6 +290,19 @@ class Attention(nn.Module):
         weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 """
+NEVER = """
+class Attention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.heads = n_heads
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        future = (~torch.ones(x.size(1), x.size(1), dtype=torch.bool)).triu(1)
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(future, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
 
 
 def report_on(text: str, name: str, folder: Path) -> str:
@@ -331,13 +344,14 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (WINDOWS.replace("END", "x.size(1) - 1"), "WindowedAttention", "hides the last key"),
         (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries and not the keys"),
         (SEQUENCES.replace("DIAGONAL", ", diagonal=1"), "SASRec", "sees the token after it"),
+        (NEVER, "Attention", "a triangle out of a mask that hides nothing"),
         (WIDE.replace("KEYS", "self.k(x)"), "Attention", "all heads side by side, is rotated by its position"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
         *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
-        *("items one ahead", "keys of all heads stay", "a scale that nobody chose"),
+        *("items one ahead", "a mask of nothing", "keys of all heads stay", "a scale that nobody chose"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
