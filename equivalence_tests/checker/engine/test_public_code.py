@@ -508,6 +508,18 @@ def test_keys_are_handed_over_with_fewer_heads_where_a_class_groups_them() -> No
     assert (tiled.verdict, tiled.mistakes) == ("deviates", ("grouped_heads_tiled",))
 
 
+class AddsToEachHead(TakesGroupedHeads):
+    """Adds one vector to all keys of a head, which no softmax notices."""
+
+    def repeated(self, x: Tensor) -> Tensor:
+        return super().repeated(x + torch.arange(x.size(-2))[:, None] * 0.1)
+
+
+def test_what_changes_no_output_is_not_proven_by_the_numbers_of_another_call() -> None:
+    report = verify(AddsToEachHead)
+    assert not [finding for finding in report.findings if finding.name == "key_changed_by_add"], str(report)
+
+
 class WithoutResidual(Attends):
     """An attention with a feed-forward network behind it, in one forward."""
 

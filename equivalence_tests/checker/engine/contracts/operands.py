@@ -433,12 +433,15 @@ def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:
 
 
 def _from_source(run: Run, codes: Tensor) -> Patch:
-    """Take the numbers as the projection gave them in this run."""
+    """Take the numbers as the projection gave them in this run, or as they were handed over in it."""
     sources = [run.names.sources[x] for x in sources_in(codes)]
+    given = {id(slot.tensor): place for place, slot in enumerate(run.recorder.given)}
 
     def made(recorder: Recorder, source: Source) -> Tensor:
-        operation = source.operation
-        return source.slot.value if operation is None else recorder.operations[operation.index].outputs[0].value
+        operation, place = source.operation, given.get(id(source.slot.tensor))
+        if operation is None:
+            return source.slot.value if place is None else recorder.given[place].value
+        return recorder.operations[operation.index].outputs[0].value
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         return values_at(sources, codes, [made(recorder, source) for source in sources])
