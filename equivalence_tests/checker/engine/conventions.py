@@ -102,9 +102,13 @@ class Conventions:
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
-                _, key, queries, keys = ranks_of(part)
-                alone = len(judgement.attention.parts) == 1 and queries == keys
-                if alone and bool(hidden[live & (key == keys - 1)].all()):
+                query, key, queries, keys = ranks_of(part)
+                alone, last = len(judgement.attention.parts) == 1 and queries == keys, key == keys - 1
+                apart, seen = key - query, live & ~hidden
+                width = int(apart[seen].abs().max()) if bool(seen.any()) else 0
+                others = hidden[live & ~last]
+                window = bool(others.any()) and torch.equal(others, (apart.abs() > width)[live & ~last])
+                if alone and window and bool(hidden[live & last].all()):
                     claim = f"Of {keys} tokens, the last is hidden from every query, and from its own."
                     return Departure(LAST, "mask", operation, {"claim": claim})
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)

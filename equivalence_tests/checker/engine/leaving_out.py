@@ -245,11 +245,12 @@ class Without(Recorder):
 
     def _read_elsewhere(self) -> Iterator[Repair]:
         """What is written into caches, in the place of as much that is read from them."""
-        written: dict[int, Operation] = {}
+        written, fresh = dict[int, Operation](), set[int]()  # memory that this run makes is no cache
         pairs = list[tuple[Operation, Operation]]()
         for one in self.operations:
             held = storage_of(one.inputs[0].tensor) if one.inputs else 0
-            if one.inplace and len(one.inputs) == 2:
+            fresh |= {storage_of(x.tensor) for x in one.outputs} - {storage_of(x.tensor) for x in one.inputs}
+            if one.inplace and len(one.inputs) == 2 and held not in fresh:
                 written[held] = one
             elif one.name == "getitem" and held in written:
                 pairs += [(one, written[held])] * (written[held].inputs[1].value.shape == one.outputs[0].value.shape)

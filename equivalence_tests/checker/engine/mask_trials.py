@@ -1,6 +1,5 @@
 """Masks that are handed over, alone in the first form in which nothing departs, else in the nearest, and in pairs."""
 
-import ast
 import inspect
 import itertools
 import re
@@ -26,7 +25,7 @@ from equivalence_tests.checker.engine.situations import (
     shifts_scores,
     situation_of,
 )
-from equivalence_tests.checker.engine.taking_part import NEVER_READ, argument_name
+from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -34,7 +33,7 @@ from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_paramete
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
-from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
+from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, attempt, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -42,7 +41,6 @@ from equivalence_tests.checker.reporting.lines import frames_of, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
-OF_MASKS = re.compile("mask", re.IGNORECASE)
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
@@ -375,17 +373,9 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"
-    if not missing and (line := _replaced(trial.function, mask)):
+    if not missing and (line := replaced_at(trial.function, mask)):
         return f"line {line} puts something else in its place, as it was built"
     return f"no {missing} is given that it could hide" if missing else ""
-
-
-def _replaced(function: Any, mask: str) -> int:
-    """The line that replaces a mask, under a condition that is not about it, by what is not made of it; 0 for none."""
-    choices = (node for node in nodes_of(type(function)) if isinstance(node, ast.If))
-    set_in = (x for one in choices if mask not in ast.unparse(one.test) for x in (*one.body, *one.orelse))
-    made = (x for x in set_in if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == mask)
-    return next((x.lineno for x in made if mask not in ast.unparse(x.value)), 0)
 
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:

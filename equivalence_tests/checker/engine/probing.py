@@ -205,9 +205,14 @@ def _overwritten(situation: Situation, run: Run) -> Departure | None:
         module.eval()
     if "modified by an inplace operation" not in said:
         return None
-    writes = sorted((op for op in run.operations if op.inplace), key=lambda op: "dropout" in op.name)
+    needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", said)
+    made = [op for op in run.operations if needed and op.name.replace("_", "") == needed[1].lower()]
+    memory = {storage_of(slot.tensor): op.index for op in made for slot in op.outputs}
+    writes = [
+        op for op in run.operations if op.inplace and op.index > memory.get(storage_of(op.outputs[0].tensor), 1e9)
+    ]
     claim = f"In training, backward raises: {said.partition(':')[0]}."
-    return Departure("gradients_fail", "dropout", writes[-1] if writes else None, {"claim": claim})
+    return Departure("gradients_fail", "dropout", writes[0] if writes else None, {"claim": claim})
 
 
 def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:

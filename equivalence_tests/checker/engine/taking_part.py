@@ -3,6 +3,7 @@
 import ast
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, OF_A_SHAPE
 from equivalence_tests.checker.engine.watching import Operation, storage_of
-from equivalence_tests.checker.reach.proposing import code_of, unread_arguments
+from equivalence_tests.checker.reach.proposing import code_of, nodes_of, unread_arguments
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import source_of
 
 NEVER_READ = "no line of its forward reads it"
+OF_MASKS = re.compile(r"^(use_|with_|apply_|is_)?mask(_?flag|ed|ing)?$", re.IGNORECASE)
 
 
 def idle_modules(run: Run, module: nn.Module) -> set[str]:
@@ -157,3 +159,19 @@ def matrix_of(attention: Attention, operation: Operation | None) -> tuple[str, f
         if slot.value.dim() >= 2 and not given and recorder.parameters(bits):
             return recorder.parameters(bits)[0], float(slot.value.flatten()[0])
     return "", 0.0
+
+
+def replaced_at(function: Any, mask: str) -> int:
+    """The line that sets a mask to None, or makes another one in its place, whatever mask is given; 0 for none."""
+    choices = [node for node in nodes_of(type(function)) if isinstance(node, ast.If)]
+    set_in = (x for one in choices if mask not in ast.unparse(one.test) for x in (*one.body, *one.orelse))
+    to_none = next((x.lineno for x in set_in if ast.unparse(x) == f"{mask} = None"), 0)
+    on = (one for one in choices if _is_switched_on(one.test, function))
+    made = (x for one in on for x in one.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == mask)
+    return to_none or next((x.lineno for x in made if mask not in ast.unparse(x.value)), 0)
+
+
+def _is_switched_on(test: ast.expr, function: Any) -> bool:
+    """Whether a condition is a switch of masks of its own, as ``self.mask_flag``, that is True."""
+    name = test.attr if isinstance(test, ast.Attribute) else ""
+    return bool(OF_MASKS.search(name)) and getattr(function, name, False) is True

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -57,11 +58,12 @@ from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.configs import made_up_for
 from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import ATTENDS, MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.proposing import other_options, parameters_of
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of, used_as
 from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import TRIED, furthest_first
@@ -199,29 +201,43 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
     scales = _callers_scales(situation)
-    other = _scaled_as_torch(situation, scales)
-    if other is not None:
-        return diagnose_subject(replace(subject, function=other), errors)
+    if scales and not _is_scaled_as_torch(situation, scales):
+        other = _scaled_as_torch(situation, scales)
+        if other is not None:
+            return diagnose_subject(replace(subject, function=other), errors)
+        scales = {}
     report = _judged(situation, scales)
+    made_up = [*made_up_for(subject.function)]
+    report.coverage += made_up
+    report.verdict = "partial" if report.verdict == "equal" and made_up else report.verdict
+    if made_up and any(one.stage == "scale" and re.search(r"\d", one.have) for one in report.findings):  # of no size
+        report.findings, report.verdict = [], "unchecked"
+        report.reason = f"Nothing says what {made_up[0].what} is, and the scale may depend on it."
     report.seconds = time.process_time() - started
     return report
 
 
+def _is_scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> bool:
+    """Whether a module was built with the numbers that give the scale of torch's formula."""
+    made = TRIED.construction_of(situation.subject.function)
+    width = situation.subject.sizes.head_dim
+    return made is not None and all(made.kwargs[name] == width**power for name, power in scales.items())
+
+
 def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> nn.Module | None:
-    """Build the module anew with the scale of torch's formula, where its caller chooses that; None where it has it."""
+    """Build the module anew with the scale of torch's formula, where its caller chooses that; None where that fails."""
     subject = situation.subject
-    made = TRIED.construction_of(subject.function) if scales else None
+    made = TRIED.construction_of(subject.function)
     wanted = {name: subject.sizes.head_dim**power for name, power in scales.items()}
-    if made is None or all(made.kwargs[name] == value for name, value in wanted.items()):
-        return None
-    other = built_alike(made.function, subject, **wanted)
+    other = None if made is None else built_alike(made.function, subject, **wanted)
     return None if other is None else prepare(other, subject.dtype)
 
 
 def _judged(situation: Situation, scales: Mapping[str, float]) -> Report:
     """Judge one call, and what other calls of the same code show."""
     subject, sizes = situation.subject, situation.trial.sizes
-    given = ", ".join(f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in scales.items())
+    values = {0.5: "sqrt(head_dim)", -0.5: "1 / sqrt(head_dim)", 0.0: "1"}
+    given = ", ".join(f"{name} = {values[power]}" for name, power in scales.items())
     chosen = f"the caller chooses the scale; it was built with {given}" if scales else ""
     intended = {row.name: chosen for row in SCALES if chosen and row.chosen} | dict(subject.adapter.intended)
     subject.adapter = replace(subject.adapter, intended=intended)
@@ -298,8 +314,11 @@ def _callers_scales(situation: Situation) -> dict[str, float]:
     if made is None or not factors:
         return {}
     known = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(made.function) if p.default is p.empty}
-    given = [(x, made.kwargs[x]) for x, value in known.items() if value is None or isinstance(value, bool)]
-    ways = ((name, power, x ** (-2 * power)) for name, x in given if _is_number(x) for power in (-0.5, 0.5))
+    free = [name for name, value in known.items() if value is None or isinstance(value, bool)]
+    given = [(name, made.kwargs[name]) for name in free if not used_as(made.function).get(name)]
+    beside = subject.sizes.head_dim**-0.5  # torch's own scale, which a further number multiplies
+    ways = [(name, power, x ** (-2 * power)) for name, x in given if _is_number(x) for power in (-0.5, 0.5)]
+    ways += [(name, 0.0, x * beside) for name, x in given if _is_number(x)]
     return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
 
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.mask_trials import OF_MASKS
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.taking_part import idle_modules
+from equivalence_tests.checker.engine.taking_part import OF_MASKS, idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import looks_ahead
 from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded

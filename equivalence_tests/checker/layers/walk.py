@@ -22,6 +22,8 @@ from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
+OF_LAYER = "the layer that holds it may leave the residual to it"  # where that adds one, too, its wiring says so
+
 
 @dataclass
 class Walk:
@@ -89,6 +91,13 @@ class Walk:
     def calls(self) -> list[ModuleCall]:
         """The calls of its sub-modules, in the order in which they begin."""
         return [] if self.ran is None else [call for call in self.ran.recorder.calls if call.path]
+
+    def is_normed(self, path: str) -> bool:
+        """Whether what a part is given comes right out of a norm."""
+        given = [call.inputs[0] for call in self.calls if call.path == path and call.inputs]
+        norms = [one for one in self.calls if kind_of(one.path, self.module.get_submodule(one.path)) == "layer_norm"]
+        made = [x for one in norms for x in one.outputs]
+        return any(x is y for x in given for y in made)
 
     def called_from_outside(self, path: str) -> str:
         """Say what of a part is called while the part itself does not run; "" for nothing."""

@@ -33,7 +33,7 @@ from equivalence_tests.checker.layers.one_layer import (
     with_memory,
     with_positions,
 )
-from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, one_of_each, recorded
+from equivalence_tests.checker.layers.walk import OF_LAYER, Walk, is_inside, layers_of, mark_of, one_of_each, recorded
 from equivalence_tests.checker.layers.wholes import (
     Whole,
     hold_whole,
@@ -52,6 +52,7 @@ from equivalence_tests.checker.parts.kinds import (
 )
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.configs import made_up_for
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
@@ -69,7 +70,6 @@ MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
-OF_LAYER = "the layer that holds it may leave the residual to it"
 
 
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
@@ -152,7 +152,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     module = subject.copied()
     torch.set_default_dtype(torch.float64)
     prepare(module)
-    walk = Walk(Report(name, "layers"), module, subject.sizes, intended=subject.adapter.intended)
+    report = Report(name, "layers", coverage=[*made_up_for(subject.function)])
+    walk = Walk(report, module, subject.sizes, intended=subject.adapter.intended)
     errors, mistakes = list[str](), list[str]()
     run = run_model(module, walk.sizes, errors, mistakes)
     if run is None and casting and any(map(MIXED.search, errors)):
@@ -373,7 +374,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
     outside = walk.called_from_outside(path)
     own |= {"norm_never_used": outside} if outside else {}
-    own |= {RESIDUAL: OF_LAYER}  # where the layer adds one, too, its wiring says so
+    own |= {} if walk.is_normed(path) else {RESIDUAL: OF_LAYER}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
     try:

@@ -1,5 +1,6 @@
 """Vectors of each sample beside the tokens, as a time step or a class is embedded: what is made of them, and where."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from equivalence_tests.checker.layers.whole_values import Value
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import Frames
 
+MOST_SHARED = 2  # pieces, of which one may serve two sub-layers on purpose
 COMBINES = ("add", "sub", "mul", "div")
 
 
@@ -50,12 +52,12 @@ class Conditions:
     def moved(self, operation: Operation) -> None:
         """Note which numbers lie where in what an operation makes of such a vector; all, where that is not known."""
         inputs, outputs = operation.inputs, [slot.tensor for slot in operation.outputs]
-        known = next((self.places[id(x.tensor)] for x in inputs if id(x.tensor) in self.places), None)
-        if known is None:
+        every = [self.places[id(x.tensor)] for x in inputs if id(x.tensor) in self.places]
+        if not every:
             return
-        moves = operation.name in MOVES and len(inputs) == 1
-        found = operation.call([known]) if moves else known
-        pieces = list(tensors_of(found)) if moves else [found] * len(outputs)
+        moves = operation.name in MOVES and len(inputs) == 1 and every[0].shape == inputs[0].value.shape
+        known = every[0] if len(every) == 1 else torch.cat([one.flatten() for one in every])
+        pieces = list(tensors_of(operation.call([known]))) if moves else [known] * len(outputs)
         self.places.update({id(x): piece for x, piece in zip(outputs, pieces, strict=True)})
 
     def changed(self, operation: Operation, data: Sequence[Value], sums: Sums) -> str:
@@ -82,10 +84,12 @@ class Conditions:
         return [path for path, places in used.items() if len(places) < self.widths[path]]
 
     def taken_again(self) -> Iterator[Frames]:
-        """Give the lines that take numbers which were taken before, where others are taken by none."""
+        """Give the line that takes one piece a second time, where of the others one is taken by none."""
         for path in self.idle:
-            seen = torch.zeros(0, dtype=torch.long)
-            for places, frames in self.taken[path]:
-                if bool(torch.isin(places, seen).any()):
-                    yield frames
-                seen = torch.cat([seen, places])
+            pieces = [(tuple(places.unique().tolist()), frames) for places, frames in self.taken[path]]
+            counts = Counter(piece for piece, _ in pieces)
+            again = [piece for piece, count in counts.items() if count == 2]
+            used = {place for piece in counts for place in piece}
+            several = len(counts) > MOST_SHARED and len(counts) + 1 == len(pieces)
+            if several and len(again) == 1 and self.widths[path] - len(used) == len(again[0]):
+                yield [frames for piece, frames in pieces if piece == again[0]][1]

@@ -119,9 +119,7 @@ class Parts:
 
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
         """Tokens that an attention is given, and that are made of no argument."""
-        if made := self.conditions.made.get(id(x)):
-            self.sums.say(f"{path} takes tokens made of {made[0]}", "project", f"{made[1]} makes them" * bool(made[1]))
-        elif id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
+        if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
             self.sums.made_of_none(path, self._names(x), self._names(x) in self.added)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:

@@ -28,6 +28,7 @@ from equivalence_tests.checker.layers.whole_values import (
     rounds,
     scaled,
     summed,
+    sums_features,
     weighs,
     written_activation,
 )
@@ -125,7 +126,10 @@ class Follower(Parts):
             self._by_function("layer_norm", operation, data)
         elif name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
-        elif name == "sum" and self.labels.kind(data[0]) == "compared":
+        elif self.labels.kind(data[0]) == "compared":
+            if name != "sum" or not sums_features(operation):
+                self._strange(operation, data)
+                return
             self._new("compared", name, data, [operation.outputs[0].tensor], data[0].places[..., 0])
         elif name in POOLS and data[0].places.dim() > operation.outputs[0].value.dim():
             self._pooled(name, data[0], operation)
@@ -264,7 +268,11 @@ class Follower(Parts):
             self._part("gain", self._names(gains[0]), data, [out], operation.frames)
         elif operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
             self._function("product", "product", data, operation)
-        elif operation.name == "mul" and (items := self.labels.items_in(data)):
+        elif (
+            operation.name == "mul"
+            and (items := self.labels.items_in(data))
+            and all(lies_in_order(x.places) for x in data)
+        ):
             self.sums.say("each token is compared with the embedding of an item", "output", items)
             self._function("compared", f"compared {operation.index}", data, operation)
         else:
@@ -291,4 +299,7 @@ class Follower(Parts):
         if known is None:
             raise UnreadError("what comes back could not be followed")
         self.returned = known.terms
+        for label, made in self.labels.of_kind("given"):
+            if label not in self.labels.users and "compared" in {one.kind for one in self.labels.made.values()}:
+                self.sums.say(f"nothing reads {made.words}", "unused")
         self.sums.come_back(known)

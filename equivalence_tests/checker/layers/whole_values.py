@@ -137,8 +137,9 @@ class Labels:
         alone = len(inside) < 2 and all(p.dim() == 2 and p.size(0) == p.size(1) for p in inside)
         made = [self.made.get(x.only) for x in data]
         apart = len({x.only for x in data}) == len(data) > 1 and all(m and m.kind in MATRICES for m in made)
-        if not alone or not apart:
-            return data
+        others = {self.made[one].words for one in self.projecting}
+        if not alone or not apart or not others.isdisjoint(m.words for m in made if m is not None):
+            return data  # a matrix projects for one attention
         self.projecting |= {x.only for x in data}
         return [m.inputs[0] for m in made if m is not None]
 
@@ -232,6 +233,12 @@ def kind_in(module: nn.Module, path: str, kinds: Mapping[str, str]) -> str:
     plain = constructor(own) and next(own.parameters(), None) is None
     acts = type(own).__name__.lower() in ACTS and not isinstance(own, nn.Softmax)
     return "activation" if plain and acts else ""
+
+
+def sums_features(operation: Operation) -> bool:
+    """Whether it sums along the last axis alone."""
+    axis = operation.argument(1, "dim")
+    return axis in (-1, operation.inputs[0].value.dim() - 1, [-1], (-1,))
 
 
 def call_of(operation: Operation, recorder: Recorder) -> Frames:

@@ -208,18 +208,16 @@ class _Stream:
         wiring: Receives what is found.
         putting: Puts right what it finds in the run that was followed.
         contained: Of the parts, whether they add their own residual; None if that is not known.
-        self_attention: Whether there is no memory.
+        alone: Whether there is no memory.
     """
 
-    def __init__(
-        self, wiring: Wiring, putting: Putting, contained: Mapping[str, bool | None], self_attention: bool
-    ) -> None:
+    def __init__(self, wiring: Wiring, putting: Putting, contained: Mapping[str, bool | None], alone: bool) -> None:
         self.contained, self.putting, follower = contained, putting, putting.follower
         self.labels = labels = follower.labels
-        self.memory = "" if self_attention else labels.add("given", "memory")
+        self.memory = "" if alone else labels.add("given", "memory")
         self.bases = {label for label, _ in labels.of_kind(*BASES)}
         self.wiring, self.final, self.steps = wiring, labels.bare(follower.returned), wiring.steps
-        self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
+        self.most = 1 if alone else 2  # attentions in a layer; with more, the end of a stack may stand in it
         read = (x.terms for step in self.steps.values() for x in step.inputs)
         self.sums = [x for x in (*read, self.final) if is_counted(x)]
         self.norms = {label: step for label, step in self.steps.items() if step.kind == "layer_norm"}
@@ -326,6 +324,8 @@ class _Stream:
             self.wiring.blame("residual_from_normalised", self._lines_of_sum(last), right())
         elif beside not in (self.now, entered):
             others = [x for x in self.sublayers if x in dict(beside) and self._raw(x) == self._raw(label)]
+            if any(self.steps[x].kind == "convolution" for x in (label, *others)) and others:
+                raise _LostError  # side by side, as in a Branchformer
             if not others or beside != summed(self.now, _one(others[0])):
                 self._stop("residual_from_elsewhere", self._lines_of_sum(label), right())
             self.done.add(others[0])

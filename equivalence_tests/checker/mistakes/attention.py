@@ -775,7 +775,7 @@ CALLS = (
     _dropout(
         "gradients_fail",
         "Training fails: an operation in place writes over what the gradients need.",
-        ("dropout(weights, inplace=True)", "dropout(weights)"),
+        ("an operation in place, such as dropout(weights, inplace=True)", "dropout(weights)"),
         "Let it write into a tensor of its own.",
         (DROP_LINE, "nn.functional.dropout(weights, self.dropout.p, self.training, inplace=True)"),
     ),

@@ -17,6 +17,7 @@ from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.position_writing import kept, learnt_table, numbers_to, rotation, sinusoids
 from equivalence_tests.checker.parts.readings import PartReading
 from equivalence_tests.checker.reach.angles import PLACES, base_of
+from equivalence_tests.checker.reach.state import settings_of
 
 OFFSETS = (0, 1, 2)  # of the first row that a learned table gives
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
@@ -119,8 +120,9 @@ def position_readings(module: nn.Module | None, width: int) -> Iterator[PartRead
     Yields:
         Learned tables, then sinusoids. Their formulas take the numbers of the positions.
     """
+    computed = set() if module is None else {id(x) for x in settings_of(module) if x.dim() > 1}
     named = {} if module is None else dict(module.named_parameters())
-    parameters = {n: p.detach() for n, p in named.items() if p.requires_grad}  # a frozen table was computed
+    parameters = {n: p.detach() for n, p in named.items() if id(p) not in computed}
     learned = [(name, p.reshape(-1, width)) for name, p in parameters.items() if p.dim() >= 2 and p.size(-1) == width]
     note = "a learned table: its values cannot be wrong, only the way it is indexed was checked"
     for (name, table), offset in itertools.product(learned, OFFSETS):

@@ -34,7 +34,8 @@ class NotInstalled(ABCMeta):
         """Be what it decorates or makes while the code is imported; later make modules, and refuse anything else."""
         if ABSENCES.importing or (cls.__name__.endswith("_") and any(isinstance(x, Tensor) for x in args[:1])):
             return cls  # what has such a name draws weights in place, and they are drawn anew
-        if _is_discarded(sys._getframe(1)):
+        written = any(isinstance(x, Tensor | nn.Module) for x in (*args, *kwargs.values()))
+        if not written and _is_discarded(sys._getframe(1)):
             return cls  # a line of a log
         if issubclass(cls, nn.Module):
             if not issubclass(cls, PlainModule):
@@ -72,7 +73,7 @@ def _stand_in(name: str) -> NotInstalled:
 
 
 def _is_discarded(frame: FrameType) -> bool:
-    """Whether nothing takes what the call that a frame is at gives."""
+    """Whether the call that runs in a frame stands alone: nothing takes its result."""
     following = (x.opname for x in dis.get_instructions(frame.f_code) if x.offset > frame.f_lasti)
     return next(following, "") == "POP_TOP"
 

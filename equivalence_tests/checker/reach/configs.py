@@ -13,9 +13,13 @@ from torch import nn
 from equivalence_tests.checker.reach.arguments import AMBIGUOUS, CONFIG, Sizes, first_match, value_for
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
+from equivalence_tests.checker.reach.tried import TRIED
+from equivalence_tests.checker.reporting.findings import Exercise
 
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
+
+OF_SCORES = re.compile(r"scal|multipl|temper|factor|alpha|beta|cap|coef")  # no sizes
 
 SECTION = re.compile(
     r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
@@ -45,11 +49,15 @@ class ImitatedConfig:
         self._sizes, self._optional, self._nested, self._otherwise = sizes, optional, nested, otherwise
         self._number = number
         self._answers, self._is_subscripted = dict[str, Any](), False
-        self._answered = dict[str, Any]()
+        self._made_up = dict[str, int]()
 
     def answers(self) -> tuple[dict[str, Any], bool]:
         """Give all that was asked for and is known, and whether it was asked for as entries of a dictionary."""
         return self._answers, self._is_subscripted
+
+    def made_up(self) -> dict[str, int]:
+        """Give the numbers that were answered though nothing says what they are."""
+        return self._made_up
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy asks for these before there is anything to answer with
@@ -68,7 +76,8 @@ class ImitatedConfig:
             return None
         if absent:
             raise AttributeError(name)
-        if not known and self._number is not None:
+        if not known and self._number is not None and not OF_SCORES.search(name.lower()):
+            self._made_up[name] = self._number
             return self._number
         if not known and self._nested:
             return self
@@ -91,6 +100,14 @@ class ImitatedConfig:
 
     def __contains__(self, name: str) -> bool:
         return hasattr(self, name)
+
+
+def made_up_for(instance: Any) -> Iterator[Exercise]:
+    """List what an instance was built with of which nothing says what it is: a window, a number of neighbours."""
+    made = TRIED.construction_of(instance) if type(instance).__weakrefoffset__ else None
+    for config in (x for x in (made.kwargs.values() if made else ()) if isinstance(x, ImitatedConfig)):
+        for name, value in config.made_up().items():
+            yield Exercise(f"the config's {name}", False, f"nothing says what it is; it was built with {value}")
 
 
 METHODS = {"get", "items", "keys", "values", "copy", "pop", "update", "to_dict", "setdefault"}

@@ -24,7 +24,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
-HISTORY = re.compile(r"seq|log|hist|inp|src|source|item")
+HISTORY, ITEMS = re.compile(r"seq|log|hist|inp"), re.compile(r"pos|neg|item|cand")
 DECODES = re.compile(r"tgt|trg|dec")
 LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
@@ -171,8 +171,9 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
 def _items_beside(roles: Mapping[str, str]) -> list[dict[str, str]]:
     """Take all sequences of ids but the first for items that are scored, as recommenders score those of each place."""
     names = [name for name, role in roles.items() if not role]
-    likely = [name for name in names if HISTORY.search(name.lower())] or names
-    return [{**roles, **dict.fromkeys((x for x in names if x != likely[0]), "items")}] if len(names) > 2 else []
+    items = [name for name in names if ITEMS.search(name.lower())]
+    history = [name for name in names if name not in items and HISTORY.search(name.lower())]
+    return [{**roles, **dict.fromkeys(items, "items")}] if items and [*history, *items] == names else []
 
 
 def _of_samples(role: str, batch: int) -> Tensor:

@@ -209,7 +209,8 @@ def _casting_to(held: Any, dtype: torch.dtype) -> Any:
 def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Give a module random parameters, in eval mode and in this precision, without touching its own code.
 
-    A single number that is frozen is a setting, such as a scale, and a frozen table was computed: they stay.
+    A single number that is frozen is a setting, such as a scale, and a frozen table of different numbers was computed:
+    they stay.
     """
     retype(module, dtype)
     module.eval()  # a train() of the user's own may return nothing
@@ -222,11 +223,13 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def settings_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """List what is frozen on purpose: single numbers, and tables, which no part of torch holds but an embedding."""
+    """List what is frozen on purpose: single numbers, and tables of different numbers outside of torch's own layers."""
     for one in module.modules():
         of_theirs = isinstance(one, nn.Embedding) or not type(one).__module__.startswith("torch.")
-        frozen = (x for x in one.parameters(recurse=False) if not x.requires_grad)
-        yield from (x for x in frozen if of_theirs or x.numel() == 1)
+        for x in (x for x in one.parameters(recurse=False) if not x.requires_grad):
+            table = of_theirs and x.dim() > 1 and x.is_floating_point() and bool((x != x.flatten()[0]).any())
+            if x.numel() == 1 or table:
+                yield x
 
 
 def mode_around(function: Any) -> str:

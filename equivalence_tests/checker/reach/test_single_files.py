@@ -187,20 +187,6 @@ class ISAB(nn.Module):
     def forward(self, X):
         return self.mab1(X, self.mab0(self.I.repeat(X.size(0), 1, 1), X))
 """
-CAPTIONS = """
-class Captions(nn.Module):
-    def __init__(self, vocab_size, embed_dim, num_heads, num_layers, max_length):
-        super().__init__()
-        self.embedding, self.image = nn.Embedding(vocab_size, embed_dim), nn.Linear(512, embed_dim)
-        self.positions = nn.Parameter(torch.zeros(1, max_length, embed_dim))
-        layer = nn.TransformerDecoderLayer(embed_dim, num_heads, batch_first=True)
-        self.decoder, self.fc = nn.TransformerDecoder(layer, num_layers), nn.Linear(embed_dim, vocab_size)
-
-    def forward(self, tgt, memory):
-        x = self.embedding(tgt) + self.positions[:, : tgt.size(1)]
-        mask = nn.Transformer.generate_square_subsequent_mask(tgt.size(1)).to(x)
-        return self.fc(self.decoder(x, self.image(memory).unsqueeze(1), tgt_mask=mask))
-"""
 WINDOWS = """
 class WindowedAttention(nn.Module):
     def __init__(self, d_model, n_heads, window_size=2):
@@ -316,14 +302,14 @@ def report_on(text: str, name: str, folder: Path) -> str:
     [
         *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")),
         *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
-        *((CAPTIONS, "Captions"), (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention")),
+        (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention"),
         *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
         (WIDE.replace("KEYS", "self.rotated(self.k(x))"), "Attention"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
-        *("one token for an image", "a window", "a layer that attends itself", "items that are scored"),
+        *("a window", "a layer that attends itself", "items that are scored"),
         "all heads rotated together",
     ],
 )
