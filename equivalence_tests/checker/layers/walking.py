@@ -374,7 +374,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
     outside = walk.called_from_outside(path)
     own |= {"norm_never_used": outside} if outside else {}
-    own |= {} if walk.is_normed(path) else {RESIDUAL: OF_LAYER}
+    own |= {RESIDUAL: OF_LAYER} if is_attention_alone(child) and not walk.is_normed(path) else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
     try:
