@@ -41,6 +41,7 @@ NOT_IN_FILE = re.compile(r"^cannot import name '(\w+)' from '[\w.]+' \([^()]+\)$
 USED = re.compile(r"not (callable|subscriptable)")
 OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
 # What a parser says of brackets, quotes and signs, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
@@ -174,7 +175,8 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             if local and function and not _gives_before(local[1], last, ast.walk(function)):
                 return Fault(f"{local[1]} is set only below this line", "Set it before it is read.")
         case NameError() if not _may_be_defined(name, last):
-            return Fault(f"no line of {Path(path).name} defines or imports {name}", f"Import or define {name}.")
+            where = "that this line sees " if any(_gives(node, name) for node in nodes_in(path)) else ""
+            return Fault(f"no line of {Path(path).name} {where}defines or imports {name}", f"Import or define {name}.")
         case ImportError(path=itself) if itself == path and name == last.tb_frame.f_globals.get("__name__"):
             return Fault(f"{Path(path).name} imports itself", "Leave this import out.")
         case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
@@ -305,8 +307,12 @@ def _suspects(node: ast.AST | None, text: str, scope: Scope) -> list[ast.expr]:
 
 def _may_be_defined(name: str, last: TracebackType) -> bool:
     """Whether a file gives something this name, or may do so unseen."""
-    path = last.tb_frame.f_code.co_filename
-    return bool(DYNAMIC.search("".join(linecache.getlines(path)))) or _gives_before(name, last, nodes_in(path))
+    path, nodes = last.tb_frame.f_code.co_filename, nodes_in(last.tb_frame.f_code.co_filename)
+    others = [x for x in nodes if isinstance(x, FUNCTIONS) and not x.lineno <= last.tb_lineno <= (x.end_lineno or 0)]
+    elsewhere = {inside for one in others for inside in ast.walk(one) if inside is not one}
+    is_global = any(isinstance(x, ast.Global) and name in x.names for x in nodes)
+    is_dynamic = bool(DYNAMIC.search("".join(linecache.getlines(path))))
+    return is_dynamic or is_global or _gives_before(name, last, [x for x in nodes if x not in elsewhere])
 
 
 def _not_in_file(path: str, name: str) -> Fault | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.variadic import with_the_rest
 from equivalence_tests.checker.reporting.lines import source_of
@@ -25,6 +25,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 T = TypeVar("T")
 JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack")
 PLACE = re.compile(r"^(layer|block)_?(idx|index|id|num(ber)?)$")
+SWITCH = re.compile(r"^(is|use|with|do|has)_|(shifted|causal|masked|cross|relative\w*|pre_?norm|norm_first|bias)$")
 SHIFT = re.compile(r"^shift(_?size)?$")
 STATE = re.compile(r"(?<!hidden_)state|cache|past")
 MAKES_STATE = re.compile(r"^(init|empty|new|zero|make|create)\w*_?(state|cache|past)s?$")
@@ -127,12 +128,14 @@ def keys_for(target: Any, name: str) -> list[Any]:
 
 
 def other_options(target: Any) -> Iterator[tuple[str, str | int]]:
-    """Give optional Booleans of a constructor negated, strings with the values that its class looks for, and shifts."""
+    """Give Booleans of a constructor negated, strings with the values that its class looks for, and shifts."""
     compared = compared_by(target)
     for parameter in parameters_of(target):
         default = parameter.default
         if isinstance(default, bool):
             yield parameter.name, not default
+        elif default is parameter.empty and parameter.annotation in (bool, default) and SWITCH.search(parameter.name):
+            yield parameter.name, not value_for(parameter.name, Sizes())[1]
         elif default == 0 and SHIFT.search(parameter.name):
             yield parameter.name, 1
         elif isinstance(default, str) or default is parameter.empty:

@@ -233,3 +233,31 @@ def test_a_dropout_that_a_caller_chooses_may_take_other_arguments(tmp_path: Path
     lines += ["if dropout is not None:", "    weights = dropout(weights, 0.1, True)", "return weights @ v"]
     (tmp_path / "mine.py").write_text(HEAD + "\n    ".join(lines))
     assert verify(f"{tmp_path / 'mine.py'}:attention").verdict != "deviates"
+
+
+LOCAL = """
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return ((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).view(len(x), T, -1)
+
+
+class Other(nn.Module):
+    def forward(self, x):
+        T = x.size(1)
+        return x.view(len(x), T, -1)
+"""
+
+
+def test_a_name_that_only_another_function_gives_is_not_defined(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(LOCAL, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Attention")
+    assert report.mistakes == ("line_raises",), str(report)
+    assert "no line of theirs.py that this line sees defines or imports T" in " ".join(str(report).split())
