@@ -50,7 +50,7 @@ class Conventions:
         yield from self._rotations(departures)
         yield from self._norms(departures)
         own = self.own_mask()
-        if own is not None and (own.evidence or own.name == LAST) and "mask" not in wrong:
+        if own is not None and is_judged(own) and "mask" not in wrong:
             yield own
         for model in self.judgement.models[:1]:
             if model.cap:
@@ -102,14 +102,8 @@ class Conventions:
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
-                query, key, queries, keys = ranks_of(part)
-                alone, last = len(judgement.attention.parts) == 1 and queries == keys, key == keys - 1
-                apart, seen = key - query, live & ~hidden
-                width = int(apart[seen].abs().max()) if bool(seen.any()) else 0
-                others = hidden[live & ~last]
-                window = bool(others.any()) and torch.equal(others, (apart.abs() > width)[live & ~last])
-                if alone and window and bool(hidden[live & last].all()):
-                    claim = f"Of {keys} tokens, the last is hidden from every query, and from its own."
+                if len(judgement.attention.parts) == 1 and is_window_without_last(part, hidden, live):
+                    claim = f"Of {ranks_of(part)[3]} tokens, the last is hidden from every query, and from its own."
                     return Departure(LAST, "mask", operation, {"claim": claim})
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
                 return Departure("own_mask", "mask", operation, evidence=evidence)
@@ -249,6 +243,22 @@ class Conventions:
         """Whether the module that holds the attention, or one around it, may be given a mask."""
         around = modules_around(self.module, self.judgement.attention.first.place)
         return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
+
+
+def is_judged(own: Departure) -> bool:
+    """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
+    return bool(own.evidence) or own.name == LAST
+
+
+def is_window_without_last(part: Part, hidden: Tensor, live: Tensor) -> bool:
+    """Whether a window, or nothing, is hidden, and the last key from all queries."""
+    query, key, queries, keys = ranks_of(part)
+    apart, seen, last = (key - query).abs(), live & ~hidden, key == keys - 1
+    others = live & ~last
+    if queries != keys or not bool(seen.any()) or not bool(hidden[live & last].all()):
+        return False
+    outside = apart > apart[seen].max()
+    return bool(others.any()) and torch.equal(hidden[others], outside[others])
 
 
 def modules_around(module: nn.Module | None, place: str) -> list[nn.Module]:

@@ -30,7 +30,7 @@ from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_parameter
-from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
@@ -41,7 +41,6 @@ from equivalence_tests.checker.reporting.lines import frames_of, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
-OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
 NO_MASK = "taken for a mask, it hides nothing, and no name says so"

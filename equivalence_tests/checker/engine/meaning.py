@@ -16,9 +16,9 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, chan
 from equivalence_tests.checker.engine.contracts.operands import earlier
 from equivalence_tests.checker.engine.conventions import (
     CAP,
-    LAST,
     Conventions,
     Names,
+    is_judged,
     is_of,
     modules_around,
     numbers_of,
@@ -99,7 +99,7 @@ class Evidence(Conventions):
         for name in waiting_parameters(self.judgement.attention.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
-        if own is not None and not own.evidence and own.name != LAST:
+        if own is not None and not is_judged(own):
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
 

@@ -22,8 +22,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-OF_LAYER = "the layer that holds it may leave the residual to it"  # where that adds one, too, its wiring says so
-
 
 @dataclass
 class Walk:

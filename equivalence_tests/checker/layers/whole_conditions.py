@@ -26,6 +26,7 @@ class Conditions:
         made: For each, by its id, the argument, and the path of the last sub-module that made it; "" for none.
         places: Which of the numbers that this sub-module gives to a sample each element is.
         taken: Those that change tokens, by that path, each with the lines that do so.
+        widths: How many numbers this sub-module gives to a sample, by its path.
     """
 
     made: dict[int, tuple[str, str]] = field(default_factory=dict)

@@ -37,7 +37,7 @@ OF_STEPS = tuple(f"{step}, {others}" for others in ("b l e", "l b e") for step i
 LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
-OF_MEMORY = re.compile(r"src|source|mem|enc|cross")
+OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 PADDING = OF_QUERY_TOKENS, OF_KEY_TOKENS = "neutral query", "neutral key"  # a mask of the tokens of one side
 LEFT_OUT = inspect.Parameter.empty  # an argument that is left to its default
 
@@ -233,23 +233,8 @@ class Trial:
             held = held_roles(role)
             pieces = (inputs.cut(held[:place].count(one), held.count(one)) for place, one in enumerate(held))
             return [self._value(name, one, piece, mask) for one, piece in zip(held, pieces, strict=True)]
-        if role == "mask?" and mask is None:
-            return None
-        if role in PADDING and self.plan.neutral is not None:
-            own = inputs.query if role == OF_QUERY_TOKENS else inputs.key
-            every = own.new_ones(len(own), 1, own.size(1)).bool()
-            return replace(self.plan.neutral, shape="(batch, key)").build(every, self.sizes.num_heads, self.dtype)
-        if role in ("mask", "mask?", "neutral"):
-            form = self.plan.neutral if role == "neutral" else mask or self.plan.neutral
-            if form is None:
-                return None if self.plan.positional else LEFT_OUT
-            may_attend = inputs.may_attend if mask is not None and role != "neutral" else None
-            if may_attend is None:
-                alone = OF_QUERY_TOKENS in self.plan.given and not OF_MEMORY.search(name.lower())
-                keys = inputs.query if alone else inputs.key
-                may_attend = inputs.query.new_ones(len(keys), inputs.query.size(1), keys.size(1)).bool()
-            tensor = form.build(may_attend, self.sizes.num_heads, self.dtype)
-            return HeldMask(tensor) if form.held else tensor
+        if role in ("mask", "mask?", "neutral", *PADDING):
+            return self._mask(name, role, inputs, mask)
         if role.startswith("="):
             return self._beside_tokens(name, role, *inputs.query.shape[:2])
         if role == "angles" and self.plan.angles is not None:
@@ -266,6 +251,24 @@ class Trial:
         laid_out = to_layout(x, layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out
+
+    def _mask(self, name: str, role: str, inputs: Inputs, mask: MaskForm | None) -> Any:
+        """Give the mask of a call, or one that hides nothing in its place."""
+        if role == "mask?" and mask is None:
+            return None
+        hides = mask is not None and role in ("mask", "mask?")
+        form = mask if hides else self.plan.neutral
+        if form is None:
+            return None if self.plan.positional else LEFT_OUT
+        alone = OF_QUERY_TOKENS in self.plan.given and not OF_MEMORY.search(name)
+        keys = inputs.query if role == OF_QUERY_TOKENS or (alone and role not in PADDING) else inputs.key
+        if role in PADDING:
+            form = replace(form, shape="(batch, key)")
+        may_attend = inputs.may_attend if hides else None
+        if may_attend is None:
+            may_attend = inputs.query.new_ones(len(keys), inputs.query.size(1), keys.size(1)).bool()
+        tensor = form.build(may_attend, self.sizes.num_heads, self.dtype)
+        return HeldMask(tensor) if form.held else tensor
 
     def _beside_tokens(self, name: str, role: str, batch: int, length: int) -> Any:
         """Give what an argument gets that holds no tokens: a constant, a size, positions, a state or a vector."""

@@ -399,7 +399,7 @@ def _with_padding(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], 
     """Let masks that are called padding, beside one that is not, hold the tokens of one side alone."""
     masks = [name for name, role in roles if role in ("mask", "neutral")]
     pads = [name for name in masks if "pad" in name.lower()]
-    sides = {name: OF_KEY_TOKENS if OF_MEMORY.search(name.lower()) else OF_QUERY_TOKENS for name in pads}
+    sides = {name: OF_KEY_TOKENS if OF_MEMORY.search(name) else OF_QUERY_TOKENS for name in pads}
     own = sides if len(pads) < len(masks) else {}
     return tuple((name, own.get(name, role)) for name, role in roles)
 
