@@ -137,26 +137,39 @@ def _visible(p: Problem) -> Iterator[Told]:
         yield "the window is one key too narrow", p.output(p.may & _inside(p, p.window - 1, start))
     yield "the mask is ignored" + (" where there is one query" if queries == 1 else ""), p.output(everything)
     yield "the mask is read the other way round", p.output(~p.may)
-    if queries > 1:
-        yield "the future is not hidden", p.output(real & everything)
-        yield "a query does not see its own key", p.output(p.may & everything.tril(start - 1))
-        yield "a query sees one key ahead", p.output(real & everything.tril(start + 1))
-    if bool((p.may & ~causal).any()):
-        yield "a causal mask is applied where the model has none", p.output(p.may & everything.tril())
-    if start > 0:
-        words = "the causal mask is aligned at the upper left, though keys are in the cache already"
-        yield words, p.output(everything.tril())
-        yield words, p.output(real & everything.tril())
+    yield from _causality(p, real, start)
     if last < keys:
-        yield "empty slots of the static cache are attended", p.output(p.may | (torch.arange(keys) >= last))
-        yield "empty slots of the static cache are attended", p.output(everything)
-        yield "the causal mask is aligned at the lower right of empty slots", p.output(everything.tril(keys - queries))
+        yield from _empty_slots(p, last)
     if not torch.equal(unwindowed, causal):
         yield "only the causal mask is applied: padding, or where packed rows begin, is ignored", p.output(causal)
     if not torch.equal(real, real.flip(-1)) and last == keys:
         for seen in (causal, everything):
             yield "the padding is looked for at the other end", p.output(real.flip(-1) & seen)
     yield "every sample takes the mask of the first", p.output(p.may[:1].expand(batch, -1, -1, -1))
+
+
+def _causality(p: Problem, real: Tensor, start: int) -> Iterator[Told]:
+    """Change which later keys are hidden, of those that are real, where the first query stands at ``start``."""
+    everything = torch.ones_like(p.may)
+    if p.may.shape[2] > 1:
+        yield "the future is not hidden", p.output(real & everything)
+        yield "a query does not see its own key", p.output(p.may & everything.tril(start - 1))
+        yield "a query sees one key ahead", p.output(real & everything.tril(start + 1))
+    if bool((p.may & ~everything.tril(start)).any()):
+        yield "a causal mask is applied where the model has none", p.output(p.may & everything.tril())
+    if start > 0:
+        words = "the causal mask is aligned at the upper left, though keys are in the cache already"
+        yield words, p.output(everything.tril())
+        yield words, p.output(real & everything.tril())
+
+
+def _empty_slots(p: Problem, last: int) -> Iterator[Told]:
+    """Let the slots of a static cache be seen that hold no key, those from ``last`` on."""
+    queries, keys = p.may.shape[2:]
+    everything = torch.ones_like(p.may)
+    yield "empty slots of the static cache are attended", p.output(p.may | (torch.arange(keys) >= last))
+    yield "empty slots of the static cache are attended", p.output(everything)
+    yield "the causal mask is aligned at the lower right of empty slots", p.output(everything.tril(keys - queries))
 
 
 def _inside(p: Problem, window: int, start: int) -> Tensor:
