@@ -61,11 +61,7 @@ def _checks() -> list[str]:
 
 
 def accepted(report: Report, intended: Mapping[str, str]) -> Report:
-    """Move what is intended from what is wrong to what is only listed.
-
-    Returns:
-        The same report; its verdict is another one where nothing wrong is left.
-    """
+    """Move what is intended from what is wrong to what is only listed, which may change the verdict."""
     moved = [replace(finding, reason=intended[finding.name]) for finding in report.findings if finding.name in intended]
     report.findings = [finding for finding in report.findings if finding.name not in intended]
     report.intended += moved

@@ -28,17 +28,7 @@ raise SystemExit(not all(reports))"""
 
 
 def template_of(found: Any, target: Any, report: Report, kind: str | None) -> str:
-    """Write the call that ran, or else the one that got furthest, as a script that checks it.
-
-    Args:
-        found: The class, function or instance.
-        target: What it was named as.
-        report: What came of it.
-        kind: What the user says it is.
-
-    Returns:
-        The script; "" where nothing was built or called.
-    """
+    """Write the call that ran, or else the one that got furthest, as a script; "" where none was tried."""
     if TRIED.call is None and TRIED.not_built is None and report.verdict == "unchecked":
         return ""
     return "\n".join(_Script(found, target if isinstance(target, str) else "").lines(report, kind)) + "\n"

@@ -55,13 +55,7 @@ class _Run:
 
 
 def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
-    """Compile what was verified, and add to the report what the compiler makes of it.
-
-    Args:
-        report: Of the code in eager mode; it deviates from then on where compiled code gives other numbers.
-        target: What was verified, as ``verify`` takes it.
-        adapter: What the checker could not find out by itself.
-    """
+    """Compile what was verified, and add to its report what the compiler makes of it."""
     if report.verdict == "unchecked":
         return
     compiles = has_compiler("cpu")

@@ -69,13 +69,7 @@ def names_one_thing(target: str) -> bool:
 
 
 def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
-    """List every attention, layer, part and mask builder that a file, a folder, a package or a notebook defines.
-
-    Args:
-        target: A path, or the dotted name of a package.
-
-    Returns:
-        What was found, and for each file that could not be read the reason why.
+    """List what a file, a folder, a package or a notebook defines that can be checked, and why files could not be read.
 
     Raises:
         CannotCheckError: If there is no such thing, or nothing in it looks like an attention.

@@ -66,11 +66,7 @@ class Limits:
 def checked(
     requests: Sequence[Request], limits: Limits, progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[list[Report]]:
-    """Check one target after another, in a worker process.
-
-    Yields:
-        For each request what was found: one report, or one for each attention that ran.
-    """
+    """Check targets in a worker process, and give for each one report, or one for each attention that ran."""
     waiting = list(requests)
     while waiting:
         with _started(waiting, limits) as worker:

@@ -91,11 +91,7 @@ class Masks:
     sites: list[Site]
 
     def mistakes(self) -> Iterator[tuple[str, str, str]]:
-        """Say which masks do not reach the attentions that they belong to.
-
-        Yields:
-            The name of the mistake, the side or the name of the mask, and the path of the attention, "" for no one's.
-        """
+        """Say which masks miss the attentions that they belong to: the mistake, the side or the mask, and the path."""
         inverted = [site for mask in self.masks for site in mask.inverted]
         if inverted:
             yield "model_padding_inverted", "", inverted[0].path
@@ -134,13 +130,7 @@ class Masks:
 
 
 def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
-    """Try each mask of a layer or a model by itself, and the padding of token ids.
-
-    Args:
-        module: The layer or the model.
-        run: How it is called.
-        heads: How many heads a mask may be repeated for.
-    """
+    """Try each mask of a layer or a model by itself, for this many heads at most, and the padding of token ids."""
     whole = run
     if run.target is not None:  # a mask that goes to the wrong attention fits there only on equal lengths
         length = min(run.source.size(1), run.target.size(1))

@@ -222,11 +222,7 @@ def _vocabularies(module: nn.Module) -> set[int]:
 
 
 def next_token_claim(module: nn.Module) -> tuple[str, str]:
-    """Say what shows that a model predicts the next token: how it generates, its loss or its name; "" if nothing does.
-
-    Returns:
-        That, and the text of the method that shows it.
-    """
+    """Say what shows that a model predicts the next token, how it generates, its loss or its name, and where."""
     name = type(module).__name__
     for own in itertools.takewhile(lambda made: made is not nn.Module, type(module).__mro__):
         for method in filter(inspect.isfunction, vars(own).values()):

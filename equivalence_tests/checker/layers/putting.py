@@ -101,14 +101,7 @@ class Putting:
         return summed(terms, self._terms(_taken(one)[1]), -1) if written and len(_taken(one)) == 2 else terms
 
     def _sources(self, want: Terms, shape: torch.Size, end: int, own: Tap | None = None) -> tuple[Tap, ...]:
-        """One tensor, or two that are added, of those before an operation; none where they are not there.
-
-        Args:
-            want: The sum.
-            shape: Of what it takes the place of.
-            end: The index of that operation.
-            own: What it takes the place of, where that may be part of it.
-        """
+        """One tensor, or two that are added, of those before an operation; what is replaced may be one of them."""
         taps = [*self._before(end), *([] if own is None else [own])]
         found = {self._terms_of(tap): tap for tap in taps if _tensor(tap).shape == shape}
         if want in found:

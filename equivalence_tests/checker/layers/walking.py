@@ -74,14 +74,7 @@ OF_LAYER = "the layer that holds it may leave the residual to it"  # where that 
 
 
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
-    """Check a layer or a model.
-
-    Returns:
-        One report for all sub-modules and the wiring.
-
-    Raises:
-        CannotCheckError: If it cannot be built, or holds nothing that is known.
-    """
+    """Check a layer or a model, in one report; raise if it cannot be built or holds nothing that is known."""
     tried: dict[Sizes, Report] = {}
     for subject in subjects(found, name, adapter):
         if subject.sizes not in tried and len(tried) == MOST_SIZES:

@@ -61,12 +61,7 @@ class Calls:
     masks: Sequence[Mask] = ()
 
     def recorded(self, place: int, masked: bool) -> Call:
-        """Give the first or the second of two calls of different sizes, from which the program is read.
-
-        Args:
-            place: 0 or 1.
-            masked: Whether masks are handed over.
-        """
+        """Give the first or the second of two calls of different sizes, from which the program is read."""
         return self.drawn(self.sizes[place], 3 + place, [mask.name for mask in self.masks if masked])
 
     @cached_property
@@ -88,11 +83,7 @@ class Calls:
         return ask(self.drawn(sizes, 3).returned).error is None
 
     def compared(self, masked: bool) -> Iterator[tuple[str, Call, int | None]]:
-        """List the calls in which wholes are compared: what each is, the call, and the seed of new parameters.
-
-        Args:
-            masked: Whether one of them hands masks over.
-        """
+        """List the calls in which wholes are compared: what each is, the call, and the seed of new parameters."""
         first, second = self.sizes
         yield "fresh inputs", self.drawn(first, 21), 7
         yield "parameters drawn anew, other sizes", self.drawn(second, 22), 8

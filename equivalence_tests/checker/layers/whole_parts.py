@@ -64,12 +64,7 @@ class Parts:
         self.sums, self.hidden = Sums(self.labels, self.paths), Hidden(self.hides)
 
     def given(self, name: str, x: Tensor) -> None:
-        """Follow a tensor from here on, unless it is a mask or angles.
-
-        Args:
-            name: What it is called; two of one name are one and the same.
-            x: The tensor.
-        """
+        """Follow a tensor from here on, unless it is a mask or angles; two of one name are one and the same."""
         argument = name.partition("[")[0]
         if are_positions(argument, x, self.recorder.calls[0].inputs):
             self.learnt[id(x)] = argument, torch.arange(x.numel()).view_as(x)

@@ -112,11 +112,7 @@ class Scope:
 
     # ------------------------------------------------------------------------------------------- numbers
     def written(self, one: Any, other: Any) -> Any:
-        """Write a constant of the first recording, which was another one in the second.
-
-        Raises:
-            UnreadError: If nothing says how it follows from sizes.
-        """
+        """Write a constant of the first recording, where it was another one in the second as a size of a variable."""
         if isinstance(one, slice):
             pairs = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
             return slice(*(self.written(*pair) for pair in pairs))

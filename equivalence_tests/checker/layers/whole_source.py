@@ -64,14 +64,7 @@ class WholeWriter:
         self.operations = [*zip(one.operations, other.operations, strict=True)]
 
     def source(self, target: str) -> str:
-        """Write the program.
-
-        Args:
-            target: What the code that was checked is called.
-
-        Raises:
-            UnreadError: If something in it cannot be written down.
-        """
+        """Write the program of what is called ``target``."""
         self._write(0)
         writer = Writer(target, Parameters({}), self.module)
         others = [f"{path}." for path in self.converted]

@@ -42,14 +42,7 @@ class Follower(Parts):
     """Follows one run, from part to part."""
 
     def steps(self, outputs: list[Tensor]) -> list[Step]:
-        """List what stands between the parts that is not torch's, each with the evidence that it is intended.
-
-        Args:
-            outputs: What came back.
-
-        Raises:
-            UnreadError: If it cannot be followed.
-        """
+        """List what stands between the parts that is not torch's, each with the evidence that it is intended."""
         try:
             self._follow()
             self._end(outputs)

@@ -220,12 +220,7 @@ class Sums:
         return list(dict.fromkeys(self.found))
 
     def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
-        """Say what is strange in how often parts take part, and in what follows them.
-
-        Args:
-            calls: The labels of each part.
-            module: Holds the parameters.
-        """
+        """Say what is strange in how often parts take part, and in what follows them."""
         self._halved()
         for name, row in self.rows.items():
             if row > 0:

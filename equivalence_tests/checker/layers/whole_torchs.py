@@ -58,14 +58,7 @@ class TorchsLayer:
         return [made for _, made in self.labels.of_kind("attention")]
 
     def source(self, target: str) -> tuple[str, str]:
-        """Write the program, and torch's layer alone.
-
-        Args:
-            target: What the code that was checked is called.
-
-        Raises:
-            UnreadError: If its parts are not those of torch's layer.
-        """
+        """Write the program, and torch's layer alone; UnreadError if its parts are not those of torch's layer."""
         if len(self.recorder.calls[0].outputs) != 1 or not 0 < len(self.attentions) < 3:
             raise UnreadError("it is not built as torch's layers are")
         writer = Writer(target, Parameters.of(self.module), self.module, ", ".join(self._signature()))

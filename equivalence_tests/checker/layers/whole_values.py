@@ -321,11 +321,8 @@ def relaid(before: Tensor, shape: torch.Size) -> Tensor | None:
 def made_places(before: Tensor, shape: torch.Size, first: bool, embeds: bool) -> Tensor | None:
     """Give the places of what a part makes; None where it has not the tokens that it is given.
 
-    Args:
-        before: The places of what it is given; all 0 in an image.
-        shape: Of what it makes.
-        first: Whether features stand behind the batch, as convolutions have them.
-        embeds: Whether it may make tokens of an image.
+    ``first``: features stand behind the batch, as convolutions have them. What embeds may make tokens of an image,
+    whose places are all 0.
     """
     if first:
         return places_of(torch.Size((shape[0], *shape[2:], shape[1]))).movedim(-1, 1)

@@ -120,11 +120,7 @@ class Whole:
         return any(not torch.equal(x, y) for x, y in pairs)
 
     def equivalent(self) -> Equivalent:
-        """Read the program, write it down, and compare it.
-
-        Raises:
-            UnreadError: If none can be made.
-        """
+        """Read the program, write it down, and compare it; UnreadError if none can be made."""
         with kept_parameters(self.module):
             run, follower = self._followed()
             found, why = self._in_torch(run, follower), UnreadError("")
@@ -242,10 +238,6 @@ def _seeds(call: Call, masks: Collection[str]) -> dict[int, Tensor]:
 def hold_whole(report: Report, whole: Whole) -> bool:
     """Hold an EQUAL of a layer, a stack or a model against torch: without a program of the whole it is none.
 
-    Args:
-        report: Receives the program, and the verdict that follows.
-        whole: What is held.
-
     Returns:
         Whether the program agrees, and nothing in it is unexplained.
     """
@@ -285,13 +277,7 @@ def _as_handed(one: Exercise, whole: Whole) -> Exercise:
 
 
 def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> None:
-    """Compare a layer once more with the other sequence that it may be given, where nothing has shown what that does.
-
-    Args:
-        report: Receives what was compared.
-        whole: What was held without it.
-        trials: The ways to call it with it in which its parts are wired as torch's.
-    """
+    """Compare a layer once more with the other sequence that it may be given, if nothing has shown what that does."""
     left = [one for one in report.not_exercised if role_of_parameter(one.what) == "memory"]
     for trial in trials if left else ():
         run = run_layer(trial)
@@ -311,12 +297,7 @@ def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> N
 
 
 def locate_in_whole(report: Report, whole: Whole) -> None:
-    """Look for an expression without which a whole is made of torch's parts.
-
-    Args:
-        report: Could not be checked; receives the finding with its proof, or the line in its reason.
-        whole: What was followed.
-    """
+    """Look for an expression without which a whole is made of torch's parts."""
     search, rest = _search(report, whole)
     search.locate(report, rest, whole.intended)
 
@@ -351,13 +332,7 @@ def prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str
 
 
 def _proofs(report: Report, whole: Whole, repairs: Sequence[Repair | None]) -> list[Proof | None]:
-    """Show for each of some repairs that it is needed, and that with all a whole is made of torch's parts.
-
-    Args:
-        report: Says what is intended.
-        whole: What was followed.
-        repairs: What puts it right; None where nothing is known to.
-    """
+    """Show for each of some repairs that it is needed, and that with all a whole is made of torch's parts."""
     search, rest = _search(report, whole)
     norms = [path for path, kind in whole.kinds.items() if kind == "layer_norm"]
     known = [repair for repair in repairs if repair is not None]

@@ -65,16 +65,7 @@ class Wiring:
 
 
 def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
-    """Follow one call of a layer.
-
-    Args:
-        trial: How the layer is called.
-        atoms: The sub-modules that are looked at as wholes, and what they are.
-        contained: Of those, whether they add their own residual.
-
-    Returns:
-        Mistakes, and what could not be read.
-    """
+    """Follow one call of a layer made of atoms, of which some are known to contain their own residual."""
     wiring = Wiring()
     run, follower = _followed(trial, {p: "layer" if contained.get(p) else kind for p, kind in atoms.items() if kind})
     try:
@@ -167,13 +158,7 @@ def _one(label: str) -> Terms:
 
 
 def _judge_unused(wiring: Wiring, idle: Mapping[str, tuple[str, Frames]], self_attention: bool) -> None:
-    """Name what takes no part in the output: it is not called, or nothing reads what it gives.
-
-    Args:
-        wiring: What was read.
-        idle: What takes no part: what it is, and where it is assigned.
-        self_attention: Whether there is no memory.
-    """
+    """Name what takes no part in the output: it is not called, or nothing reads what it gives."""
     read = {label for step in wiring.steps.values() for x in step.inputs for label, _ in x.terms}
     called = {path: label for label, step in wiring.steps.items() for path in step.words.split(", ")}
     left_out = {kind for path, (kind, _) in idle.items() if path not in called}

@@ -116,12 +116,7 @@ class Absences:
         """There is nothing to run."""
 
     def imported(self, run: Callable[[], T], found_above: Callable[[str], bool]) -> T:
-        """Import something, with a stand-in for each module without which that fails.
-
-        Args:
-            run: Imports it.
-            found_above: Looks for a module in the folders above.
-        """
+        """Import something, with a stand-in for each module that is missing and does not lie in a folder above."""
         self.importing = True
         sys.meta_path.insert(0, self)
         try:
@@ -145,11 +140,7 @@ class Absences:
                 del sys.modules[name]
 
     def refuse(self, package: str) -> NoReturn:
-        """Say that a package would be needed here.
-
-        Raises:
-            ModuleNotFoundError: Always.
-        """
+        """Say that a package would be needed here, by raising ModuleNotFoundError."""
         lines = (f" ({line})" for line in code_lines(frames_here()) if line.text)  # none in what a dataclass makes
         if not self.importing:  # what breaks off then may be of no use to what is checked
             self.used.setdefault(package, [*lines, ""][0])

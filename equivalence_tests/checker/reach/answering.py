@@ -11,15 +11,7 @@ from equivalence_tests.checker.reach.tried import NO_OUTPUT, TRIED
 
 
 def answered(trial: Trial, errors: list[str]) -> Trial | None:
-    """Say which of what comes back is the output.
-
-    Args:
-        trial: The way to call it.
-        errors: Receives what the code says to a call that fails.
-
-    Returns:
-        The way, with the place of the output; None where it does not run.
-    """
+    """Give the way to call it, with the place of the output in what comes back; None where it does not run."""
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
     laid = [replace(trial, plan=replace(trial.plan, returned=x)) for x in (STEPS if trial.plan.step else ("",))]

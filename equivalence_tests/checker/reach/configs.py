@@ -136,15 +136,9 @@ def names_read(target: Any, argument: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8)
 def configs_for(target: Any, parameter: inspect.Parameter) -> list[Any]:
-    """Find what an argument may want that holds all that is read of it.
+    """Find the classes and dictionaries that hold all that is read of an argument of a constructor.
 
-    Args:
-        target: The class that is to be built.
-        parameter: The argument of its constructor.
-
-    Returns:
-        Classes and dictionaries: what it is annotated with, else those of the file and of what it imports, else those
-        of the files beside it.
+    That is what it is annotated with, else those of the file and of what it imports, else those of the files beside it.
     """
     asked, module = parameter.annotation, sys.modules.get(getattr(target, "__module__", ""))
     if isinstance(asked, type) and asked is not parameter.empty and asked.__module__ != "builtins":

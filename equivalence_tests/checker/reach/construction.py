@@ -65,10 +65,7 @@ MOST_GUESSES, MOST_CONFIGS = 60, 3
 
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
-    """Construct instances of a class or from a factory, the most telling sizes first.
-
-    Returns:
-        Instances with the sizes that they were asked to have.
+    """Construct instances of a class or from a factory, each with the sizes asked for, the most telling sizes first.
 
     Raises:
         CannotCheckError: If no attempt succeeds, with the last error of the constructor.

@@ -41,15 +41,7 @@ CHECKED = "_checked_"  # how the name of a module begins that is checked
 
 
 def imported(place: str, run_all: bool) -> ModuleType:
-    """Import what stands before the colon of a target: "file.py", "notebook.ipynb" or "module.path".
-
-    Args:
-        place: Where it is.
-        run_all: Run every cell of a notebook, not only its imports and definitions.
-
-    Raises:
-        CannotCheckError: If there is no such file or module, or if importing it fails.
-    """
+    """Import what stands before the colon of a target: "file.py", "notebook.ipynb" or "module.path"."""
     if not place.endswith((".py", ".ipynb")) and Path(place).is_file():
         raise CannotCheckError(f"{place} is neither a Python file (.py) nor a notebook (.ipynb)")
     path = Path(place).resolve()
@@ -87,12 +79,7 @@ def _misspelt(path: Path, absent: str) -> Iterator[Crash]:
 
 
 def definitions_beside(target: Any, speaks_of_it: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
-    """Give what the files beside that of a class or a function define: of its folder, the one above, and of configs.
-
-    Args:
-        target: The class or the function.
-        speaks_of_it: Whether the text of a file is about what is looked for; no other file is run.
-    """
+    """Give what files beside that of a class define, or in the folder above; only those that speak of it are run."""
     own = Path(getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None) or "")
     folders = [own.parent, own.parent.parent] if own.is_file() else []
     patterns = ((folder, pattern) for folder in folders for pattern in ("*.py", "*conf*/*.py"))
@@ -120,9 +107,6 @@ def _users_modules_first(path: Path) -> Iterator[Callable[[str], bool]]:
     """Let the user's folders come first: what they call ``scratch`` or ``benchmarks`` is theirs, not ours.
 
     The folder that holds the package of a file comes before its own, the folders above it and their ``src`` come last.
-
-    Yields:
-        ``_Neighbours.found_above``.
     """
     above = _folders_above(path) if path.is_file() else []
     holder = [next(folder for folder in path.parents if not (folder / "__init__.py").is_file())] if above else []

@@ -215,9 +215,7 @@ def _in_the_place_of_numpy(torchs: Any, module: str) -> Iterator[None]:
 def _keeping_gradients(array: Any, given: Collection[int]) -> Iterator[None]:
     """Let what writes into an array of its own give it new numbers, so that gradients go through the old ones.
 
-    Args:
-        array: The class of arrays.
-        given: The ids of arrays that are handed over: what is written into these is seen outside.
+    What is written into arrays that are handed over, whose ids are ``given``, is seen outside.
     """
 
     def operation(own: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -256,11 +254,7 @@ def _signed(target: Any, signature: inspect.Signature) -> Any:
 
 
 def check_forward(found: Any) -> None:
-    """Say of a module that nothing in it can be called.
-
-    Raises:
-        CannotCheckError: If it is a module, or a class of modules, without a forward.
-    """
+    """Raise CannotCheckError for a module, or a class of modules, without a forward."""
     kind = found if inspect.isclass(found) else type(found)
     if not issubclass(kind, nn.Module) or "forward" in vars(found):
         return

@@ -138,11 +138,7 @@ def mask_forms() -> Iterator[MaskForm]:
 
 
 def mistyped(errors: Sequence[tuple[MaskForm, Exception]]) -> list[Exception]:
-    """List what masks raise for their type, that of the last line first; nothing if some type of mask never does.
-
-    Args:
-        errors: What each form of mask raised, of which none is taken.
-    """
+    """List what masks raise for their type, that of the last line first; nothing if some type of mask never does."""
     found: dict[str, Exception] = {}
     for form, error in errors:
         if MISTYPED.search(str(error)) and frames_of(error):

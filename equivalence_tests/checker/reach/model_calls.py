@@ -93,16 +93,13 @@ class ModelRun:
 
 
 def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list[str]) -> ModelRun | None:
-    """Find out how to call a model.
+    """Find out how a model, or a bare stack, which takes what its layers do, is called; None if no way is right.
 
     Args:
-        module: A model that takes ids, features or images, or a bare stack, which takes what its layers do.
+        module: What is called.
         sizes: Of the tensors for a stack.
         errors: Receives what it said when it did not run.
         mistakes: Receives what shows in the ways in which it runs, where that is a mistake.
-
-    Returns:
-        How; None if no way was found that is right.
     """
     embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
     trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64), MOST_TRIALS)
@@ -261,10 +258,8 @@ def _arguments(
 def _mixed_samples(run: ModelRun) -> str | None:
     """Name the mistake that shows when sample 0 becomes another: sample 1 changes, or sample 0 does not.
 
-    What changes when nothing does says nothing about samples.
-
-    Returns:
-        "" if all is well; None if it does not run on the other sample.
+    It is "" if all is well, and None if the model does not run on the other sample. What changes when nothing does says
+    nothing about samples.
     """
 
     def flipped(x: Tensor) -> Tensor:  # on all axes: an image may have one channel

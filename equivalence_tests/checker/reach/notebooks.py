@@ -20,11 +20,7 @@ PLAIN = (ast.Constant, ast.Name, ast.BinOp, ast.UnaryOp, ast.operator, ast.unary
 
 
 def cells_of(path: Path) -> list[str]:
-    """Give the code cells of a notebook.
-
-    Raises:
-        CannotCheckError: If the file is no notebook.
-    """
+    """Give the code cells of a notebook; CannotCheckError if the file is none."""
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -47,15 +43,7 @@ def without_magics(cell: str) -> str:
 
 
 def import_notebook(path: Path, run_all: bool) -> ModuleType:
-    """Run the imports and definitions of a notebook's cells, in a module of their own.
-
-    Args:
-        path: The notebook.
-        run_all: Run everything else too.
-
-    Raises:
-        CannotCheckError: If a cell is not Python. What a cell raises comes as it is.
-    """
+    """Run the imports and definitions of a notebook's cells, or all of them, in a module of their own."""
     module = ModuleType(f"_checked_{path.stem}")
     sys.modules[module.__name__] = module
     for number, cell in enumerate(cells_of(path), start=1):

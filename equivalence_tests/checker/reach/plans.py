@@ -103,10 +103,9 @@ class Errors(list[str]):
 def trials_of(
     function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, errors: Errors | None = None
 ) -> Iterator[Trial]:
-    """Give the ways in which the code can be called, the likeliest first.
+    """Give the ways in which the code runs and gives an output of the query's length, the likeliest first.
 
-    Yields:
-        Those that ran and gave an output of the query's length. Equal lengths are tried only where different ones fail.
+    Equal lengths are tried only where different ones fail.
     """
     errors = Errors() if errors is None else errors
     alike = (replace(sizes, query_len=n, key_len=n) for n in _lengths_to_try(function, sizes, errors))

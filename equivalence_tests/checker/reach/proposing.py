@@ -100,11 +100,7 @@ def compared_by(target: Any) -> dict[str, list[object]]:
 
 
 def taken_apart(target: Any) -> tuple[str, ...]:
-    """Say in which order a class takes queries, keys and values out of one tensor, by the names that it gives them.
-
-    Returns:
-        Their roles; none where it does not, or in several orders.
-    """
+    """Give the order in which a class takes queries, keys and values out of one tensor; () for none, or for several."""
     named = [
         tuple(role_of_parameter(getattr(x, "id", "")) for x in node.targets[0].elts)
         for node in nodes_of(target)
@@ -307,9 +303,8 @@ def ranked(choices: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
 def exact_lengths(module: nn.Module) -> list[int]:
     """List the lengths that tables of positions may insist on.
 
-    Args:
-        module: Holds learned tables of shape (1, len, features), indices into one whose last axis is the length, or
-            the rows and columns of an image.
+    Such tables are learned, of shape (1, len, features), or indices into one whose last axis is the length, or the rows
+    and columns of an image.
     """
     learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
     indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]

@@ -247,12 +247,9 @@ def mode_around(function: Any) -> str:
 
 @contextlib.contextmanager
 def outside_modes(found: Any) -> Iterator[str]:
-    """Let the forward of a class, or of a module's class, run without a decorator such as ``torch.no_grad()``.
+    """Let the forward of a module run without a decorator such as ``torch.no_grad()``, whose name is given.
 
     Its sub-modules keep theirs: they would train where they do not.
-
-    Yields:
-        The name of the decorator; "" where there is none.
     """
     kind = found if isinstance(found, type) else type(found)
     forward: Any = getattr(kind, "forward", None)
@@ -360,11 +357,7 @@ def ask(call: Callable[[], T]) -> Answer[T]:
 
 @torch.no_grad()
 def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
-    """Run code that may raise anything, without gradients.
-
-    Returns:
-        What it gave; None where it raised.
-    """
+    """Run code that may raise anything, without gradients; give None where it raised."""
     answer = ask(call)
     if answer.error is not None and errors is not None:
         errors.append(said(answer.error) + raised_in(answer.error))

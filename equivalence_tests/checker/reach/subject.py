@@ -106,12 +106,7 @@ class Subject:
 
 
 def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
-    """Build what is to be checked, with the most telling sizes first.
-
-    Args:
-        target: A class, an instance, a function, or a factory.
-        name: What to call it.
-        adapter: What the user said about it.
+    """Build what is to be checked, a class, an instance, a function or a factory, with the most telling sizes first.
 
     Yields:
         Subjects to try until one can be called.

@@ -94,14 +94,7 @@ def with_the_rest(
     nodes_of: Callable[[Any], Sequence[ast.AST]],
     parameters_of: Callable[[Any], list[Parameter]],
 ) -> list[Parameter]:
-    """List the arguments of a callable, with those in the place of ``*args`` and ``**kwargs``.
-
-    Args:
-        target: A class, a function, or the forward of a module.
-        signature: Its own.
-        nodes_of: Parses a function.
-        parameters_of: Lists the arguments of what is called inside.
-    """
+    """List the arguments of a class, a function or a forward, with those in the place of ``*args`` and ``**kwargs``."""
     own = list(signature.parameters.values())
     rest = [p for p in own if p.kind in (STAR, STARS)]
     found = {p.name: p for p in own if p not in rest}

@@ -131,16 +131,7 @@ class Equivalent:
 
 
 def like(module: Any, device: Any, dtype: Any) -> Any:
-    """Put a module on a device, and its real numbers in a precision; ``Module.to`` would make complex ones real.
-
-    Args:
-        module: The module, which is changed.
-        device: The device.
-        dtype: The precision.
-
-    Returns:
-        The module.
-    """
+    """Put a module on a device, and its real numbers in a precision; ``Module.to`` would make complex ones real."""
     for own in (*module.parameters(), *module.buffers()):
         own.data = own.data.to(device, dtype if own.is_floating_point() else own.dtype)
     return module

@@ -50,11 +50,7 @@ class CodeLine:
 
 
 def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
-    """Turn frames into lines, the outermost first; a comprehension and the line it stands in are one.
-
-    Args:
-        frames: The innermost first.
-    """
+    """Turn frames into lines, the outermost first; a comprehension and the line it stands in are one."""
     last = (next(same) for _, same in itertools.groupby(frames, key=lambda frame: frame[:2]))
     lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in last)
     return tuple(reversed(list(lines)))
