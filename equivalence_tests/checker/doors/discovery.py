@@ -29,19 +29,12 @@ NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Datase
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that may be checked.
-
-    Args:
-        path: The file.
-        name: The class or function in it.
-        line: Where it is defined.
-        kind: "attention", "layers", "mask_builder" or a part, as far as the source text shows.
-    """
+    """One thing that may be checked."""
 
     path: Path
-    name: str
+    name: str  # the class or function in it
     line: int
-    kind: str
+    kind: str  # "attention", "layers", "mask_builder" or a part, as far as the source text shows
 
     @property
     def target(self) -> str:

@@ -38,19 +38,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class WatchedCall:
-    """One call of an outermost module, or of a function that computes an attention.
+    """One call of an outermost module, or of a function that computes an attention."""
 
-    Args:
-        function: What was called; the module inside, where a wrapper was.
-        args: Its arguments, detached.
-        kwargs: Those by name.
-        wrapped: The names of the wrappers around it, from the outside in.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    wrapped: tuple[str, ...] = ()
+    function: Callable[..., Any]  # what was called; the module inside, where a wrapper was
+    args: tuple[Any, ...]  # its arguments, detached
+    kwargs: dict[str, Any]  # those by name
+    wrapped: tuple[str, ...] = ()  # the names of the wrappers around it, from the outside in
 
 
 @dataclass(eq=False)
@@ -59,13 +52,11 @@ class Notebook:
 
     Args:
         calls: Receives the first call of each outermost module, and of each function that computes an attention.
-        notes: Receives what was not kept, and why.
-        room: How many bytes the arguments may still take.
     """
 
     calls: list[WatchedCall]
-    notes: list[str]
-    room: int
+    notes: list[str]  # receives what was not kept, and why
+    room: int  # how many bytes the arguments may still take
     known: set[int] = field(default_factory=set)
 
     def note_module(self, module: nn.Module, given: Arguments) -> None:
@@ -111,30 +102,19 @@ def _size(given: Arguments | None) -> int:
 
 @dataclass(eq=False)
 class Visit:
-    """One call of a function, while it runs.
+    """One call of a function, while it runs."""
 
-    Args:
-        frame: Of the call, while it runs: no other can be taken for it as long as it is held.
-        given: Its arguments when it was first seen, set aside; None if they were not.
-        attends: Whether this function computes an attention.
-        trains: Whether it also goes backward, so that calling it again would change the program.
-    """
-
-    frame: FrameType | None
-    given: Arguments | None = None
-    attends: bool = False
-    trains: bool = False
+    frame: FrameType | None  # of the call, while it runs: no other can be taken for it as long as it is held
+    given: Arguments | None = None  # its arguments when it was first seen, set aside; None if they were not
+    attends: bool = False  # whether this function computes an attention
+    trains: bool = False  # whether it also goes backward, so that calling it again would change the program
 
 
 @dataclass(eq=False)
 class Functions(TorchFunctionMode):
-    """Watches torch's functions, outside of modules.
+    """Watches torch's functions, outside of modules."""
 
-    Args:
-        notebook: Sets arguments aside, and receives the functions that compute an attention.
-    """
-
-    notebook: Notebook
+    notebook: Notebook  # sets arguments aside, and receives the functions that compute an attention
     visits: list[Visit] = field(default_factory=list)
     tries: Counter[CodeType] = field(default_factory=Counter)
 

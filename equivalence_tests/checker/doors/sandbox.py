@@ -29,35 +29,20 @@ TAKES_PART = 0.05  # seconds of CPU time; the worker's heartbeat alone takes far
 
 @dataclass(frozen=True)
 class Request:
-    """What the worker is asked to check.
+    """What the worker is asked to check."""
 
-    Args:
-        target: "file.py:Name", "notebook.ipynb:Name" or "module.path:Name".
-        inputs: "file.py:name" of what the model is called with; "" to work out a call.
-        kind: As in ``verify``.
-        adapter: "file.py:NAME" of an ``Adapter``; "" for none.
-        intended: As in ``verify``.
-        run_all: Run every cell of a notebook.
-        compiled: Compile it too.
-    """
-
-    target: str
-    inputs: str = ""
-    kind: str | None = None
-    adapter: str = ""
-    intended: dict[str, str] = field(default_factory=dict)
-    run_all: bool = False
-    compiled: bool = False
+    target: str  # "file.py:Name", "notebook.ipynb:Name" or "module.path:Name"
+    inputs: str = ""  # "file.py:name" of what the model is called with; "" to work out a call
+    kind: str | None = None  # as in ``verify``
+    adapter: str = ""  # "file.py:NAME" of an ``Adapter``; "" for none
+    intended: dict[str, str] = field(default_factory=dict)  # as in ``verify``
+    run_all: bool = False  # run every cell of a notebook
+    compiled: bool = False  # compile it too
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one target may take: they only protect against code that hangs, and decide no verdict.
-
-    Args:
-        cpu_seconds: CPU time.
-        memory_mib: Memory.
-    """
+    """What one target may take: they only protect against code that hangs, and decide no verdict."""
 
     cpu_seconds: float = 120.0
     memory_mib: int = 4096

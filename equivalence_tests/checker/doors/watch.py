@@ -35,14 +35,12 @@ class Watched(Shown):
     """What was called while watching.
 
     Args:
-        intended: As in ``verify``.
         calls: The first call of each module, and of each function that computes an attention.
-        notes: What was not kept, and why.
     """
 
-    intended: Mapping[str, str] = field(default_factory=dict)
+    intended: Mapping[str, str] = field(default_factory=dict)  # as in ``verify``
     calls: list[WatchedCall] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was not kept, and why
 
     @cached_property
     def reports(self) -> list[Report]:

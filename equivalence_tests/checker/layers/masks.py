@@ -44,27 +44,16 @@ Seen = dict[Site, set[tuple[int, int]]]  # which query gives weight to which key
 
 @dataclass(frozen=True)
 class Mask:
-    """What one mask does.
+    """What one mask does."""
 
-    Args:
-        name: The argument, or "padding".
-        form: The first form that hides a token; None if there is none.
-        used: Whether any form has any effect.
-        tried: Whether any form is taken.
-        reached: The attentions in which it hides a token.
-        of_keys: Whether it can say of a key alone that it is hidden.
-        side: "source" or "target", as its name has it; "" where that does not say.
-        inverted: Attentions in which padding is all that is seen.
-    """
-
-    name: str
-    form: MaskForm | None = None
-    used: bool = False
-    tried: bool = False
-    reached: Collection[Site] = ()
-    of_keys: bool = False
-    side: str = ""
-    inverted: Sequence[Site] = ()
+    name: str  # the argument, or "padding"
+    form: MaskForm | None = None  # the first form that hides a token; None if there is none
+    used: bool = False  # whether any form has any effect
+    tried: bool = False  # whether any form is taken
+    reached: Collection[Site] = ()  # the attentions in which it hides a token
+    of_keys: bool = False  # whether it can say of a key alone that it is hidden
+    side: str = ""  # "source" or "target", as its name has it; "" where that does not say
+    inverted: Sequence[Site] = ()  # attentions in which padding is all that is seen
 
     @property
     def hides(self) -> str:

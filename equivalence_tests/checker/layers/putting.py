@@ -21,15 +21,10 @@ Tap = tuple[Operation | ModuleCall, int]  # the number of a tensor that is taken
 
 @dataclass(frozen=True)
 class Putting:
-    """Finds in a run that was followed where a sum belongs.
-
-    Args:
-        follower: Followed the run.
-        watch: Runs the same again, and notes where everything stands.
-    """
+    """Finds in a run that was followed where a sum belongs."""
 
     follower: Follower
-    watch: Callable[[], Without]
+    watch: Callable[[], Without]  # runs the same again, and notes where everything stands
 
     @cached_property
     def watched(self) -> Without:

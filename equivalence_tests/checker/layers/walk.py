@@ -28,37 +28,29 @@ class Walk:
     """What is known while a model is walked through.
 
     Args:
-        report: Receives what is found.
-        module: The model, prepared.
-        sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
         unread: The parts that could not be read, each by what it shares with others.
         untried: The arguments of each part with which it could not be checked by itself.
-        intended: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
-        held: Gives the same reports, each compared with torch's own program.
-        ran: That run.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
         equivalents: The same in torch, for each part that was examined.
-        masks: The masks that the whole was seen to take.
-        heads: How many heads these may be repeated for.
         repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
         inlined: The paths of layers that compute their attention in their own forward, and are held as a whole.
     """
 
     report: Report
-    module: nn.Module
+    module: nn.Module  # the model, prepared
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     unread: set[tuple[Any, ...]] = field(default_factory=set)
     untried: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
-    held: Callable[[], dict[str, Report]] = dict
+    held: Callable[[], dict[str, Report]] = dict  # gives the same reports, each compared with torch's own program
     ran: Run | None = None
     of_one: set[str] = field(default_factory=set)
     equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)
-    masks: list[Mask] = field(default_factory=list)
-    heads: int = 1
+    masks: list[Mask] = field(default_factory=list)  # the masks that the whole was seen to take
+    heads: int = 1  # how many heads these may be repeated for
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
     inlined: set[str] = field(default_factory=set)
     intended: Mapping[str, str] = field(default_factory=dict)

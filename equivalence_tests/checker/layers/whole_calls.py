@@ -21,16 +21,10 @@ BATCHES = (2, 3)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many samples and tokens a call has.
-
-    Args:
-        batch: Samples.
-        source: Tokens of the source; None for as many as were drawn at first.
-        target: Of the target.
-    """
+    """How many samples and tokens a call has."""
 
     batch: int
-    source: int | None = None
+    source: int | None = None  # tokens of the source; None for as many as were drawn at first
     target: int | None = None
 
 
@@ -46,19 +40,12 @@ def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Calls:
-    """The ways in which the whole is called.
-
-    Args:
-        module: The layer, stack or model.
-        run: How it is called.
-        heads: How many heads a mask may be repeated for.
-        masks: The masks that it is known to take, each with its form.
-    """
+    """The ways in which the whole is called."""
 
     module: nn.Module
     run: ModelRun
-    heads: int = 1
-    masks: Sequence[Mask] = ()
+    heads: int = 1  # how many heads a mask may be repeated for
+    masks: Sequence[Mask] = ()  # the masks that it is known to take, each with its form
 
     def recorded(self, place: int, masked: bool) -> Call:
         """Give the first or the second of two calls of different sizes, from which the program is read."""

@@ -38,15 +38,12 @@ class Parts:
     """Follows what the parts of one run are given, and what they give.
 
     Args:
-        module: The layer, stack or model.
-        recorder: The run.
-        kinds: What each part is, by its path; "layer" for one that adds its own residual.
         hides: The arguments that are masks, and the tokens that each hides from all; None where that is not known.
     """
 
     module: nn.Module
-    recorder: Recorder
-    kinds: Mapping[str, str]
+    recorder: Recorder  # the run
+    kinds: Mapping[str, str]  # what each part is, by its path; "layer" for one that adds its own residual
     hides: Mapping[str, Tensor | None]
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)

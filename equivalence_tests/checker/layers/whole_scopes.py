@@ -24,15 +24,12 @@ class Scope:
     """One call of a module of the user's, recorded at two sizes.
 
     Args:
-        path: Of the module.
-        given: The tensors that its forward is given, by name, in both recordings.
-        maybe: The names of masks that may be None, and of what is made of them alone.
         numbers: The sizes that its forward is given, by name, in both recordings.
     """
 
-    path: str
-    given: dict[str, tuple[Tensor, Tensor]]
-    maybe: set[str]
+    path: str  # of the module
+    given: dict[str, tuple[Tensor, Tensor]]  # the tensors that its forward is given, by name, in both recordings
+    maybe: set[str]  # the names of masks that may be None, and of what is made of them alone
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of each tensor, by its id in the first recording
     shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of each variable

@@ -26,19 +26,12 @@ HOLDERS = ("nn.Module()", "nn.ModuleDict()")  # what holds parts that something 
 
 @dataclass
 class WholeWriter:
-    """Writes one program, of two recordings at different sizes.
-
-    Args:
-        module: The layer, stack or model.
-        recorders: The recordings.
-        parts: The equivalents of its parts, by path.
-        optional: The arguments that may be None.
-    """
+    """Writes one program, of two recordings at different sizes."""
 
     module: nn.Module
-    recorders: tuple[Recorder, Recorder]
-    parts: Mapping[str, Equivalent]
-    optional: set[str]
+    recorders: tuple[Recorder, Recorder]  # the recordings
+    parts: Mapping[str, Equivalent]  # the equivalents of its parts, by path
+    optional: set[str]  # the arguments that may be None
     classes: dict[str, str] = field(default_factory=dict)  # of each module that ran, by path
     texts: dict[str, str] = field(default_factory=dict)  # each text, by the name of its class
     converted: list[str] = field(default_factory=list)  # the paths of parts whose weights lie otherwise

@@ -29,14 +29,9 @@ EXEMPT = (*GIVEN, "activation", "product", "piece", "pool", "softmax", "tokens")
 
 @dataclass(eq=False)
 class Sums:
-    """Asks of each sum that a part takes whether it is the stream of tokens.
+    """Asks of each sum that a part takes whether it is the stream of tokens."""
 
-    Args:
-        labels: What the parts made.
-        paths: Of the sub-modules.
-    """
-
-    labels: Labels
+    labels: Labels  # what the parts made
     paths: set[str]
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)

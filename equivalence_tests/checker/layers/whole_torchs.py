@@ -34,23 +34,14 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 @dataclass(frozen=True)
 class TorchsLayer:
-    """Writes a layer as torch's own, as far as its parts allow; whether it is equal is for a comparison to say.
-
-    Args:
-        module: The layer.
-        recorder: A run of it.
-        labels: What its parts made in that run.
-        parts: The equivalents of its attentions, by path.
-        masks: Those that it takes.
-        batch: How many samples the run had.
-    """
+    """Writes a layer as torch's own, as far as its parts allow; whether it is equal is for a comparison to say."""
 
     module: nn.Module
     recorder: Recorder
-    labels: Labels
-    parts: Mapping[str, Equivalent]
-    masks: Sequence[Mask]
-    batch: int
+    labels: Labels  # what its parts made in that run
+    parts: Mapping[str, Equivalent]  # the equivalents of its attentions, by path
+    masks: Sequence[Mask]  # those that it takes
+    batch: int  # how many samples the run had
 
     @cached_property
     def attentions(self) -> list[Made]:

@@ -42,15 +42,10 @@ TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor as a sum of what parts gave.
+    """A tensor as a sum of what parts gave."""
 
-    Args:
-        terms: Each part's label, and how often it is in the sum.
-        places: Of each element, its token and its feature.
-    """
-
-    terms: Terms
-    places: Tensor
+    terms: Terms  # each part's label, and how often it is in the sum
+    places: Tensor  # of each element, its token and its feature
 
     @property
     def only(self) -> str:
@@ -95,19 +90,12 @@ def scaled(terms: Terms, factor: float) -> Terms:
 
 @dataclass(frozen=True)
 class Made:
-    """What a label stands for.
+    """What a label stands for."""
 
-    Args:
-        kind: attention, feed_forward, layer_norm, linear, activation, ...
-        words: What the user calls it.
-        inputs: What it is made of, first that which it is a function of token by token.
-        frames: The user's lines that made it, the innermost first.
-    """
-
-    kind: str
-    words: str
-    inputs: tuple[Value, ...] = ()
-    frames: Frames = ()
+    kind: str  # attention, feed_forward, layer_norm, linear, activation and others
+    words: str  # what the user calls it
+    inputs: tuple[Value, ...] = ()  # what it is made of, first that which it is a function of token by token
+    frames: Frames = ()  # the user's lines that made it, the innermost first
 
 
 @dataclass

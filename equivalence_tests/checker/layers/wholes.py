@@ -55,26 +55,18 @@ class Whole:
     """A layer, a stack or a model, and what is known of it.
 
     Args:
-        name: What it is called.
-        function: What the user wrote.
-        module: A copy, in float64.
-        run: How it is called.
-        kinds: What its parts are, by path; "layer" for those that add their own residual.
-        parts: The equivalents of its parts, by path.
-        heads: How many heads a mask may be repeated for.
-        masks: The masks that it is known to take.
         untried: The arguments of each part with which it could not be checked by itself.
         intended: What the user says is intended, by name, each with the reason.
     """
 
     name: str
-    function: Any
+    function: Any  # what the user wrote
     module: nn.Module
     run: ModelRun
-    kinds: Mapping[str, str]
-    parts: Mapping[str, Equivalent]
-    heads: int = 1
-    masks: Sequence[Mask] = ()
+    kinds: Mapping[str, str]  # what its parts are, by path; "layer" for those that add their own residual
+    parts: Mapping[str, Equivalent]  # the equivalents of its parts, by path
+    heads: int = 1  # how many heads a mask may be repeated for
+    masks: Sequence[Mask] = ()  # the masks that it is known to take
     untried: Mapping[str, set[str]] = field(default_factory=dict)
     intended: Mapping[str, str] = field(default_factory=dict)
     plain: Calls | None = None  # the same without the positions that it is handed, where these may be left out

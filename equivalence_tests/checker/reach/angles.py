@@ -28,13 +28,11 @@ class AngleForm:
         kind: "complex" (cos + i sin), "stacked" (a last axis of cosine and sine), "angles", "both" (a tuple of cosines
             and sines), "encoding" (sines and cosines as wide as the tokens), or "part" (a module that rotates). An
             argument called cos, sin or cos_sin gets just these.
-        places: One of ``PLACES``.
-        axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
 
     kind: str
-    places: str = "once"
-    axes: str = "l c"
+    places: str = "once"  # one of ``PLACES``
+    axes: str = "l c"  # "l c" for (len, columns), with a 1 for each axis of that size around the length
 
     @classmethod
     def all(cls) -> Iterator["AngleForm"]:

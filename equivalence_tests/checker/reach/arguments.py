@@ -19,27 +19,16 @@ VOCABULARY = 29
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one test, no two axes alike.
-
-    Args:
-        batch: Number of samples.
-        num_heads: Number of heads.
-        query_len: Number of queries.
-        key_len: Number of keys.
-        head_dim: Width of each head.
-        ff_dim: Width of the hidden layer of a feed-forward network.
-        num_layers: Number of layers of a stack.
-        memory_dim: Width of the tokens of a memory; 0 for that of all others.
-    """
+    """The sizes of one test, no two axes alike."""
 
     batch: int = 2
     num_heads: int = 3
     query_len: int = 5
     key_len: int = 7
-    head_dim: int = 11
-    ff_dim: int = 37
+    head_dim: int = 11  # width of each head
+    ff_dim: int = 37  # width of the hidden layer of a feed-forward network
     num_layers: int = 2
-    memory_dim: int = 0
+    memory_dim: int = 0  # width of the tokens of a memory; 0 for that of all others
 
     @property
     def whole(self) -> bool:

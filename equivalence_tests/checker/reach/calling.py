@@ -153,23 +153,14 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """A way to call somebody's code, with batch-first tensors whatever its own layout is.
+    """A way to call somebody's code, with batch-first tensors whatever its own layout is."""
 
-    Args:
-        function: The module or function.
-        plan: How it is called.
-        sizes: Of the inputs; the number of heads also for the layouts and masks that show it.
-        dtype: Precision of the call.
-        adapted: The user's own ``call(function, query, key, value, may_attend)``.
-        first: Position of the first query, where positions or angles are arguments.
-    """
-
-    function: Callable[..., Any]
-    plan: CallPlan
-    sizes: Sizes
-    dtype: torch.dtype = torch.float64
-    adapted: Callable[..., Any] | None = None
-    first: int = 0
+    function: Callable[..., Any]  # the module or function
+    plan: CallPlan  # how it is called
+    sizes: Sizes  # of the inputs; the number of heads also for the layouts and masks that show it
+    dtype: torch.dtype = torch.float64  # precision of the call
+    adapted: Callable[..., Any] | None = None  # the user's own ``call(function, query, key, value, may_attend)``
+    first: int = 0  # position of the first query, where positions or angles are arguments
 
     @property
     def called(self) -> Callable[..., Any]:

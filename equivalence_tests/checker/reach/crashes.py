@@ -60,21 +60,13 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Crash:
-    """An exception of the user's code of which no argument is the cause.
+    """An exception of the user's code of which no argument is the cause."""
 
-    Args:
-        said: Its type and words.
-        why: Why no other call would do.
-        fix: What to change.
-        stack: The lines that led there, the one that raised it last.
-        importing: Whether it came up while the file was imported.
-    """
-
-    said: str
-    why: str
-    fix: str
-    stack: tuple[CodeLine, ...]
-    importing: bool
+    said: str  # its type and words
+    why: str  # why no other call would do
+    fix: str  # what to change
+    stack: tuple[CodeLine, ...]  # the lines that led there, the one that raised it last
+    importing: bool  # whether it came up while the file was imported
 
 
 class Crashes:

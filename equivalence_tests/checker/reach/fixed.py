@@ -54,21 +54,13 @@ def named(node: ast.expr, names: Mapping[str, object]) -> object:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where an expression stands.
-
-    Args:
-        path: Its file.
-        function: Its function; None outside of any.
-        names: What names stand for there, as far as that is known.
-        line: The line that it stands in; 0 at the end of the function.
-        steps: How many steps back led there.
-    """
+    """Where an expression stands."""
 
     path: str
     function: ast.FunctionDef | None
-    names: Mapping[str, object]
-    line: int = 0
-    steps: int = 0
+    names: Mapping[str, object]  # what names stand for there, as far as that is known
+    line: int = 0  # the line that it stands in; 0 at the end of the function
+    steps: int = 0  # how many steps back led there
 
     @classmethod
     def of_frame(cls, frame: FrameType, line: int) -> "Scope":

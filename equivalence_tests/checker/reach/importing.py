@@ -233,7 +233,6 @@ class _Neighbours:
     """Finds the files of the user's project, so that they run in full or in part.
 
     Args:
-        path: The file that is imported.
         root: Of its project.
     """
 

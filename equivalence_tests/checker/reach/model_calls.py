@@ -47,23 +47,18 @@ class ModelRun:
 
     Args:
         run: Gives the output, (batch, len, features), of source, target and masks by name.
-        source: The source, batch first; the only sequence where there is one.
-        target: The target; None where there is one sequence.
-        masks: Names of the masks that come from outside.
         kind: What the sequences are: ids, features, an image, what goes into a stack of layers, or, of a decoder that
             embeds its own ids, a memory and ids.
-        length_first: Whether the length comes before the batch.
-        patch: Width of the patches of an image.
         of_samples: Whether it is given something of each sample beside the tokens, the same in each call.
     """
 
     run: Callable[[Tensor, Tensor | None, Given], Tensor]
-    source: Tensor
-    target: Tensor | None
-    masks: tuple[str, ...] = ()
+    source: Tensor  # the source, batch first; the only sequence where there is one
+    target: Tensor | None  # the target; None where there is one sequence
+    masks: tuple[str, ...] = ()  # names of the masks that come from outside
     kind: str = "ids"
-    length_first: bool = False
-    patch: int = 1
+    length_first: bool = False  # whether the length comes before the batch
+    patch: int = 1  # width of the patches of an image
     of_samples: bool = False
 
     @property

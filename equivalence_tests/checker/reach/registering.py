@@ -15,19 +15,12 @@ from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_u
 
 
 class Unregistered(NamedTuple):
-    """An attribute of a class that keeps modules where no module looks for them.
-
-    Args:
-        name: The attribute.
-        kind: What keeps them: list, tuple or dict.
-        weights: The number of parameters in them.
-        stack: The line that sets it.
-    """
+    """An attribute of a class that keeps modules where no module looks for them."""
 
     name: str
-    kind: str
-    weights: int
-    stack: tuple[CodeLine, ...]
+    kind: str  # what keeps them: list, tuple or dict
+    weights: int  # the number of parameters in them
+    stack: tuple[CodeLine, ...]  # the line that sets it
 
 
 class Registering:

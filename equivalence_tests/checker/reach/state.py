@@ -331,15 +331,10 @@ def _version(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What came of a call of code that may raise anything.
+    """What came of a call of code that may raise anything."""
 
-    Args:
-        value: What it gave; None where it raised.
-        error: What it raised; None where it gave something.
-    """
-
-    value: T | None = None
-    error: Exception | None = None
+    value: T | None = None  # what it gave; None where it raised
+    error: Exception | None = None  # what it raised; None where it gave something
 
 
 def ask(call: Callable[[], T]) -> Answer[T]:

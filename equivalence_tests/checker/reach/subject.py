@@ -64,27 +64,16 @@ class Adapter:
 
 @dataclass
 class Subject:
-    """One built instance.
-
-    Args:
-        name: What the user calls it.
-        function: The module or function.
-        sizes: The sizes that it was built with, as far as they are known.
-        adapter: What the user said about it.
-        trained: Whether it came as an instance, whose weights must come back as they were.
-        built: Whether its sizes are ours.
-        dtype: Precision in which it computes.
-        initial: Its parameters as they came, by name.
-    """
+    """One built instance."""
 
     name: str
-    function: Callable[..., Any]
-    sizes: Sizes
+    function: Callable[..., Any]  # the module or function
+    sizes: Sizes  # the sizes that it was built with, as far as they are known
     adapter: Adapter
-    trained: bool = False
-    built: bool = False
-    dtype: torch.dtype = torch.float64
-    initial: dict[str, Tensor] = field(default_factory=dict)
+    trained: bool = False  # whether it came as an instance, whose weights must come back as they were
+    built: bool = False  # whether its sizes are ours
+    dtype: torch.dtype = torch.float64  # precision in which it computes
+    initial: dict[str, Tensor] = field(default_factory=dict)  # its parameters as they came, by name
 
     def copied(self) -> Any:
         """Leave the user's own instance alone, and what a factory hands out, which may be one."""

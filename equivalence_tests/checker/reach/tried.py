@@ -36,19 +36,12 @@ def furthest_first(errors: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Try:
-    """One attempt to build or to call.
+    """One attempt to build or to call."""
 
-    Args:
-        function: What was called: a class or a factory where something was built.
-        args: What it was given.
-        kwargs: By name.
-        error: What it raised; "" if it ran.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    error: str = ""
+    function: Callable[..., Any]  # what was called: a class or a factory where something was built
+    args: tuple[Any, ...]  # what it was given
+    kwargs: dict[str, Any]  # by name
+    error: str = ""  # what it raised; "" if it ran
 
     @property
     def got_as_far_as(self) -> tuple[bool, float]:

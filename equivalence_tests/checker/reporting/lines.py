@@ -31,19 +31,12 @@ Frames = tuple[tuple[str, int, str], ...]
 
 @dataclass(frozen=True)
 class CodeLine:
-    """One line of the user's code.
+    """One line of the user's code."""
 
-    Args:
-        path: Its file, as the user would name it; "<stdin>" or "In[3]" where there is none.
-        number: Its number in the file.
-        text: The code, without the blanks around it.
-        function: The function that it stands in.
-    """
-
-    path: str
+    path: str  # its file, as the user would name it; "<stdin>" or "In[3]" where there is none
     number: int
-    text: str
-    function: str = ""
+    text: str  # the code, without the blanks around it
+    function: str = ""  # the function that it stands in
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number}"
