@@ -1,7 +1,5 @@
 """What the user says is intended is reported and does not count, in an attention, a part and a layer."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -118,19 +116,10 @@ REASON = {"scale_missing": "as T5"}
 @pytest.mark.parametrize(
     "given",
     [
-        {"meant": REASON},
         {"adapter": Adapter(intended=REASON)},
-        {"adapter": Adapter(meant=REASON)},
         {"adapter": Adapter(intended=REASON), "intended": {"softmax_missing": "as in linear attention"}},
     ],
 )
-def test_it_is_said_by_an_adapter_too_and_under_its_old_name(given: dict[str, Any]) -> None:
+def test_it_is_said_by_an_adapter_too(given: dict[str, Any]) -> None:
     report = verify(Unscaled, **given)
     assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["scale_missing"])
-    assert [finding.meant for finding in report.meant] == ["as T5"]  # and so is what a report lists
-
-
-@pytest.mark.parametrize("take", [Adapter, partial(verify, Unscaled)])
-def test_both_names_at_once_raise(take: Callable[..., object]) -> None:
-    with pytest.raises(ValueError, match="give only intended"):
-        take(intended=REASON, meant=REASON)

@@ -26,7 +26,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, uncompiled
-from equivalence_tests.checker.reach.subject import Adapter, either, subjects
+from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import KINDS, Exercise, Finding
 from equivalence_tests.checker.reporting.lines import raised_at
@@ -47,7 +47,6 @@ def verify(
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = ...,
     intended: Mapping[str, str] | None = None,
-    meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> Report: ...
 
@@ -61,7 +60,6 @@ def verify(
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = ...,
     intended: Mapping[str, str] | None = None,
-    meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> list[Report]: ...
 
@@ -74,7 +72,6 @@ def verify(
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = lambda text: None,
     intended: Mapping[str, str] | None = None,
-    meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> Report | list[Report]:
     """Check an attention (or another part of a Transformer) against the built-in, and name its mistakes.
@@ -91,15 +88,13 @@ def verify(
         progress: Receives a line of text now and then.
         intended: Which deviations are on purpose, and which checks may fail: the name -> the reason. They are reported
             and do not count against the code.
-        meant: The same: the old name of ``intended``.
         run_all: Run every cell of a notebook, not only its imports and definitions.
 
     Returns:
         A ``Report``; print it. With ``inputs`` a list, one report for each attention that ran.
 
     Raises:
-        ValueError: For an unknown kind, a deviation without a reason or of no known name, or both ``intended`` and
-            ``meant``.
+        ValueError: For an unknown kind, or a deviation without a reason or of no known name.
 
     In torch.nn: the built-in that it is compared with, ``nn.MultiheadAttention`` for an attention.
 
@@ -111,7 +106,7 @@ def verify(
     if kind is not None:
         check_choice("kind", kind, KINDS)
     own = adapter.intended if adapter else {}
-    given = check_intended({**own, **(either(intended, meant) or {})})
+    given = check_intended({**own, **(intended or {})})
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
     def checked() -> list[Report]:

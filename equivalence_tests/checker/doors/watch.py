@@ -22,7 +22,6 @@ from torch import nn
 
 from equivalence_tests.checker.doors.frames import Functions, Notebook, WatchedCall
 from equivalence_tests.checker.own_call import NO_ATTENTION
-from equivalence_tests.checker.reach.subject import either
 from equivalence_tests.checker.reporting.rendering import Shown
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify, without
@@ -71,9 +70,7 @@ class Watched(Shown):
 
 
 @contextlib.contextmanager
-def watch(
-    *, memory_mib: int = 512, intended: Mapping[str, str] | None = None, meant: Mapping[str, str] | None = None
-) -> Iterator[Watched]:
+def watch(*, memory_mib: int = 512, intended: Mapping[str, str] | None = None) -> Iterator[Watched]:
     """Note what is called in a block, modules and plain functions, to check the attentions in it afterwards.
 
     Outputs, gradients and random numbers of the block are what they would have been without it. Of each module and
@@ -83,7 +80,6 @@ def watch(
     Args:
         memory_mib: How much the arguments that are set aside may take.
         intended: Which deviations are on purpose: name -> reason.
-        meant: The same: the old name of ``intended``.
 
     Yields:
         What was seen; its ``reports`` are made when they are asked for.
@@ -95,7 +91,7 @@ def watch(
     >>> [report.verdict for report in seen]
     ['equal']
     """
-    seen = Watched(either(intended, meant) or {})
+    seen = Watched(intended or {})
     notebook = Notebook(seen.calls, seen.notes, memory_mib * 1024**2)
     functions = Functions(notebook)
     original = nn.Module.__call__

@@ -87,31 +87,24 @@ class CallPlan:
     """How the user's forward is called.
 
     Args:
-        roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, neutral (a mask that hides nothing; "neutral query" and "neutral key" are of the tokens of one
-            side), angles (of rotary positions), positions of the queries or of the keys, a constant written "=None",
-            "=False", "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
-        layout: How tokens are laid out, "b l e" or another.
-        positional: Whether to pass by position, for parameters that have no usable name.
-        named: Whether the roles follow from the names of the parameters.
-        neutral: The mask that hides nothing, where one is required.
-        angles: The form of the angles, where they are an argument.
-        output: Index of the output among the tensors that come back.
+        roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory, input,
+            mask, neutral (a mask that hides nothing; "neutral query" and "neutral key" are of the tokens of one side),
+            angles (of rotary positions), positions of the queries or of the keys, a constant written "=None", "=False",
+            "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
         key_heads: How many heads keys and values are handed over with, where heads are; 0 for as many as queries.
         step: The layout of queries that are one time step, one of ``STEPS``; "" where they are laid out as the others.
-        returned: The layout of what comes back for that step.
     """
 
     roles: tuple[tuple[str, str], ...]
-    layout: str
-    positional: bool = False
-    named: bool = True
-    neutral: MaskForm | None = None
-    angles: AngleForm | None = None
-    output: int = 0
+    layout: str  # how tokens are laid out, "b l e" or another
+    positional: bool = False  # whether to pass by position, for parameters that have no usable name
+    named: bool = True  # whether the roles follow from the names of the parameters
+    neutral: MaskForm | None = None  # the mask that hides nothing, where one is required
+    angles: AngleForm | None = None  # the form of the angles, where they are an argument
+    output: int = 0  # index of the output among the tensors that come back
     key_heads: int = 0
     step: str = ""
-    returned: str = ""
+    returned: str = ""  # the layout of what comes back for that step
 
     @property
     def given(self) -> set[str]:

@@ -5,7 +5,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,6 @@ from equivalence_tests.checker.reach.tried import TRIED, Try
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
 
 
-def either(intended: Mapping[str, str] | None, meant: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """Give what is intended, under its name or its old one.
-
-    Raises:
-        ValueError: If it is given under both.
-    """
-    if intended is not None and meant is not None:
-        raise ValueError("intended and meant are one argument under two names: give only intended")
-    return meant if intended is None else intended
-
-
 @dataclass(frozen=True)
 class Adapter:
     """What the checker could not find out by itself.
@@ -43,10 +32,6 @@ class Adapter:
         num_heads: Number of heads.
         embed_dim: Width of the tokens.
         intended: Which deviations are on purpose: the name of the finding -> the reason.
-        meant: The same: the old name of ``intended``.
-
-    Raises:
-        ValueError: For both ``intended`` and ``meant``.
 
     >>> adapter = Adapter(build=lambda: nn.MultiheadAttention(6, 2, batch_first=True), num_heads=2, embed_dim=6)
     """
@@ -56,10 +41,6 @@ class Adapter:
     num_heads: int | None = None
     embed_dim: int | None = None
     intended: Mapping[str, str] = field(default_factory=dict)
-    meant: InitVar[Mapping[str, str] | None] = None
-
-    def __post_init__(self, meant: Mapping[str, str] | None) -> None:
-        object.__setattr__(self, "intended", either(self.intended or None, meant) or {})
 
 
 @dataclass

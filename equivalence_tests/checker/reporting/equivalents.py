@@ -27,28 +27,20 @@ class Equivalent:
 
     Args:
         source: The program: a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down.
-        unwritten: Why it is not.
-        theirs: The source of the code that was checked.
-        handed: The paths of the user's own sub-modules that the program calls as they are.
         steps: What torch's formula does not have, each with the evidence that it is intended.
-        compared: The calls in which whole outputs were compared.
-        not_run: Those that could not be.
-        difference: The greatest difference in any of them, relative to the largest value.
-        where: In which, and of what.
-        agrees: Whether that is rounding.
         torchs: The one module of torch that is the whole, as Python: "nn.LayerNorm(512)"; "" where there is none.
     """
 
     source: str
-    unwritten: str
-    theirs: str
-    handed: tuple[str, ...]
+    unwritten: str  # why it is not
+    theirs: str  # the source of the code that was checked
+    handed: tuple[str, ...]  # the paths of the user's own sub-modules that the program calls as they are
     steps: tuple[tuple[str, str], ...]
-    compared: tuple[str, ...] = ()
-    not_run: tuple[str, ...] = ()
-    difference: float = math.inf
-    where: str = ""
-    agrees: bool = False
+    compared: tuple[str, ...] = ()  # the calls in which whole outputs were compared
+    not_run: tuple[str, ...] = ()  # those that could not be
+    difference: float = math.inf  # the greatest difference in any of them, relative to the largest value
+    where: str = ""  # in which, and of what
+    agrees: bool = False  # whether that is rounding
     torchs: str = ""
 
     @property
