@@ -1,8 +1,9 @@
 """``verify --compile``: the same code under ``torch.compile``, held against itself in eager mode."""
 
 import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from equivalence_tests.kernels.rewriting import has_compiler, rewritten
 
 __all__ = ["add_compiled"]
 
-LENGTHS = (None, 16)  # the first as many tokens as heads: there a mix-up of the two axes raises no error
 NAME = "changed_by_compile"
 
 
@@ -62,7 +62,10 @@ def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
     try:
         with preserved_global_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runs = list(_runs(target, adapter or Adapter(), None if compiles else rewritten))
+            trial = _trial(load(target), str(target), adapter or Adapter())
+            # With as many tokens as heads a mix-up of the two axes raises no error.
+            ways = itertools.product((trial.sizes.num_heads, 16), (False, True))
+            runs = [_compared(trial, *way, None if compiles else rewritten) for way in ways]
     except CannotCheckError as error:
         report.notes.append(f"torch.compile was not tried: {error}")
         return
@@ -75,26 +78,18 @@ def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
 
 
 def _in_words(runs: Sequence[_Run], compiles: bool) -> str:
-    done = (
-        "compiled"
-        if compiles
-        else "rewritten as torch.compile does first, but not compiled, for want of a C++ compiler"
-    )
-    same = sum(not run.wrong for run in runs)
-    rewrites = sum(run.rewrites for run in runs)
-    fused = "was not recognised as attention" if not rewrites else "was replaced by scaled_dot_product_attention"
-    breaks = max(run.breaks for run in runs)
+    uncompiled = "rewritten as torch.compile does first, but not compiled, for want of a C++ compiler"
+    done = "compiled" if compiles else uncompiled
+    same, breaks = sum(not run.wrong for run in runs), max(run.breaks for run in runs)
+    rewritten_too = any(run.rewrites for run in runs)
+    fused = "was replaced by scaled_dot_product_attention" if rewritten_too else "was not recognised as attention"
     return f"torch.compile: {done}; right in {same} of {len(runs)} runs; it {fused}; graph breaks: {breaks}."
 
 
 def _finding(wrong: Sequence[_Run]) -> Finding:
     runs = ". ".join(f"{run}: {run.wrong}" for run in wrong[:3])
-    rewritten_too = any(run.rewrites or run.failure for run in wrong)
-    reason = (
-        " Inductor replaces what looks like attention by its own kernel (pytorch/pytorch#195320)."
-        if rewritten_too
-        else ""
-    )
+    reason = " Inductor replaces what looks like attention by its own kernel (pytorch/pytorch#195320)."
+    reason = reason if any(run.rewrites or run.failure for run in wrong) else ""
     return Finding(
         NAME,
         "context",
@@ -102,13 +97,6 @@ def _finding(wrong: Sequence[_Run]) -> Finding:
         fix="Transpose the keys in two steps, k.transpose(1, 2) and k.transpose(-2, -1), or call "
         "F.scaled_dot_product_attention; torch.compiler.disable keeps the function out.",
     )
-
-
-def _runs(target: Any, adapter: Adapter, backend: Any) -> Iterator[_Run]:
-    trial = _trial(load(target), str(target), adapter)
-    for length in LENGTHS:
-        for gradients in (False, True):
-            yield _compared(trial, length or trial.sizes.num_heads, gradients, backend)
 
 
 def _trial(found: Any, name: str, adapter: Adapter) -> Trial:

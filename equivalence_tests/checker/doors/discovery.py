@@ -4,7 +4,7 @@ import ast
 import contextlib
 import importlib.util
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)
 # What an attention calls: the weights are made by one of these.
 WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
 TORCHS_LAYER = re.compile(r"Transformer((En|De)coder(Layer)?)?")
+QUERIES = re.compile(r"q|x|queries|query\w*|q_\w+|hidden\w*")
 MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
 Definition = ast.ClassDef | ast.FunctionDef
 NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
@@ -67,20 +68,18 @@ def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
     Raises:
         CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
     """
-    files, read, unread = list(_files(target)), dict[Path, list[ast.stmt]](), dict[str, str]()
+    files, read, unread = list(_files(target)), dict[Path, list[Definition]](), dict[str, str]()
     for file in files:
         try:
-            read[file] = list(_statements(file))
+            read[file] = [node for node in _statements(file) if isinstance(node, Definition)]
         except CannotCheckError as error:
             unread[str(file)] = str(error)
-    defined = {file: [node for node in nodes if isinstance(node, Definition)] for file, nodes in read.items()}
-    kinds = _kinds_in(read, defined)
-    everywhere = {name: kind for named in kinds.values() for name, kind in named.items()}
+    kinds = _kinds([node for nodes in read.values() for node in nodes])
     found = [
-        Candidate(file, node.name, node.lineno, kind)
-        for file, nodes in defined.items()
+        Candidate(file, node.name, node.lineno, kinds[node])
+        for file, nodes in read.items()
         for node in nodes
-        if (kind := kinds[file].get(node.name) or _kind_of_bases(node, everywhere))
+        if node in kinds
     ]
     if not found and not unread:
         if not files:
@@ -126,46 +125,20 @@ def _package_files(name: str) -> Iterator[Path]:
     raise CannotCheckError(f"there is no file, folder or package {name}")
 
 
-def _kinds_in(
-    read: Mapping[Path, Sequence[ast.stmt]], defined: Mapping[Path, Sequence[Definition]]
-) -> dict[Path, dict[str, str]]:
-    """Say what each definition of each file is; a class may hold what its file imports from another."""
-    kinds, own = (
-        {file: _kinds(nodes, {}) for file, nodes in defined.items()},
-        {part for file in read for part in file.parts},
-    )
-    for _ in defined:
-        everywhere = {name: kind for named in kinds.values() for name, kind in named.items()}
-        before, kinds = kinds, {file: _kinds(defined[file], _imported(read[file], everywhere, own)) for file in defined}
-        if kinds == before:
-            break
-    return kinds
-
-
-def _imported(nodes: Sequence[ast.stmt], everywhere: Mapping[str, str], own: Collection[str]) -> dict[str, str]:
-    """Say what the names are that a file imports from others: all of them, where it imports one whole, or a star."""
-    named = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    whole = [alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    if any(alias.name == "*" for alias in named) or any(name in own or f"{name}.py" in own for name in whole):
-        return dict(everywhere)
-    return {alias.asname or alias.name: everywhere[alias.name] for alias in named if alias.name in everywhere}
-
-
-def _kinds(nodes: Sequence[Definition], around: Mapping[str, str]) -> dict[str, str]:
-    """Say what each definition of a file is, by its name; what holds an attention or a layer is a layer."""
-    named = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
-    kinds = {name: kind for name, kind in named if kind}
+def _kinds(nodes: Sequence[Definition]) -> dict[Definition, str]:
+    """Say what definitions are by their names; what holds an attention or a layer of any file is a layer."""
+    named = {node: _class_kind(node) if isinstance(node, ast.ClassDef) else _function_kind(node) for node in nodes}
+    kinds = {node: kind for node, kind in named.items() if kind}
     for _ in nodes:
-        holders = [node.name for node in nodes if node.name not in kinds and _holds(node, {**around, **kinds})]
+        parts = {node.name for node, kind in kinds.items() if kind in ("attention", "layers")}
+        holders = [node for node in nodes if node not in kinds and _holds(node, parts)]
         if not holders:
             break
         kinds |= dict.fromkeys(holders, "layers")
-    return kinds
-
-
-def _kind_of_bases(node: Definition, kinds: Mapping[str, str]) -> str:
-    """Say what a class is by what it inherits from; "" if that says nothing."""
-    return next((kinds[name] for name in _bases(node) if name in kinds), "") if isinstance(node, ast.ClassDef) else ""
+    known = {node.name: kind for node, kind in kinds.items()}
+    classes = (node for node in nodes if isinstance(node, ast.ClassDef))
+    inherited = ((node, known[name]) for node in classes for name in _bases(node) if name in known)
+    return dict(inherited) | kinds
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
@@ -186,12 +159,9 @@ def _statements(path: Path) -> Iterator[ast.stmt]:
         raise CannotCheckError(f"{path} cannot be read: {error}") from error
 
 
-def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
-    """Whether a class builds attentions or layers, torch's or those of the same file, and calls them."""
-    if not isinstance(node, ast.ClassDef):
-        return False
+def _holds(node: Definition, parts: Collection[str]) -> bool:
+    """Whether a class builds attentions or layers, torch's or some of these, and calls them."""
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    parts = {name for name, kind in kinds.items() if kind in ("attention", "layers")}
     held = (word for word in _words(node) if word in parts or TORCHS_LAYER.fullmatch(word))
     return {"__init__", "forward"} <= methods and any(held)
 
@@ -205,7 +175,8 @@ def _class_kind(node: ast.ClassDef) -> str:
         return "attention" if by_hand and not bases else ""
     if not methods & {"forward", "__call__", "__init__"}:
         return ""
-    if "forward" in methods and used & WEIGHING and not _is_stack(node.name):
+    is_stack = LAYER.search(node.name) and not ATTENTION.search(node.name)
+    if "forward" in methods and used & WEIGHING and not is_stack:
         return "attention"
     if ATTENTION.search(node.name) and ("forward" in methods or any(map(ATTENTION.search, bases))):
         return "attention"
@@ -216,22 +187,14 @@ def _class_kind(node: ast.ClassDef) -> str:
     return part if part in PARTS else ""
 
 
-def _is_stack(name: str) -> bool:
-    return bool(LAYER.search(name)) and not ATTENTION.search(name)
-
-
 def _function_kind(node: ast.FunctionDef) -> str:
     """Tell what a function is; "" if it is nothing that can be checked."""
     used, arguments = _words(node), [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
     weighs = used & (WEIGHING - {"MultiheadAttention"}) or used >= {"exp", "sum"}
-    if len(arguments) >= 2 and weighs and _has_queries(arguments):
+    if len(arguments) >= 2 and weighs and any(map(QUERIES.fullmatch, arguments)):
         return "attention"
     builds = MASK_BUILDER.search(node.name) and not NO_BUILDER.search(node.name) and used & MAKES_MASKS
     return "mask_builder" if builds and arguments else ""
-
-
-def _has_queries(arguments: Iterable[str]) -> bool:
-    return any(re.fullmatch(r"q|x|queries|query\w*|q_\w+|hidden\w*", argument) for argument in arguments)
 
 
 def _words(node: ast.AST) -> set[str]:

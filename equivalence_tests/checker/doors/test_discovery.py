@@ -209,9 +209,9 @@ def test_a_model_holds_what_its_file_imports_from_another(tmp_path: Path) -> Non
     (tmp_path / "block.py").write_text(
         "class EncoderLayer(nn.Module):\n    def forward(self, x): return x.softmax(-1)\n"
     )
-    (tmp_path / "encoder.py").write_text("from block import EncoderLayer as Block\n" + holder.format("Coder", "Block"))
+    (tmp_path / "encoder.py").write_text("from block import *\n" + holder.format("Coder", "EncoderLayer"))
     (tmp_path / "model.py").write_text("import encoder\n" + holder.format("Net", "encoder.Coder"))
-    (tmp_path / "other.py").write_text("import torch\n" + holder.format("Unknown", "torch.Coder"))
+    (tmp_path / "other.py").write_text("import torch\n" + holder.format("Unknown", "torch.Coding"))
     found, _ = candidates(str(tmp_path))
     assert {one.name: one.kind for one in found} == {"EncoderLayer": "layers", "Coder": "layers", "Net": "layers"}
     assert {one.asked_kind for one in found} == {None}  # a softmax of generate() makes no attention of a model
