@@ -173,15 +173,15 @@ class _Reader:
                 continue
             mask = replace(mask, tried=True)
             if not torch.allclose(before, after, equal_nan=True):
-                mask = replace(mask, used=True, reached=self._reached(self._given(name, form, HIDDEN), form))
+                mask = replace(mask, used=True, reached=self._reached(name, form))
             if mask.reached:
                 own = {"target" if site.reads == "target" else "source" for site in mask.reached}
                 side = mask.side or ("" if len(own) > 1 else own.pop())
                 return replace(mask, form=form, of_keys=self._is_of_keys(name, form, mask.reached), side=side)
         return mask
 
-    def _given(self, name: str, form: MaskForm, hidden: int | None) -> Given:
-        may = torch.ones(len(self.run.source), *2 * [self.run.source.size(1)], dtype=torch.bool)
+    def _given(self, name: str, form: MaskForm, tokens: Tensor, hidden: int | None = None) -> Given:
+        may = torch.ones(len(tokens), *2 * [tokens.size(1)], dtype=torch.bool)
         if hidden is not None:
             may[:, :, _place(form)] = False
         return {name: form.build(may, self.heads, torch.get_default_dtype())}
@@ -190,8 +190,7 @@ class _Reader:
         """Whether a form is taken where source and target are of different lengths."""
         run = self.whole
         tokens = run.target if run.target is not None and _side(name) == "target" else run.source
-        may = torch.ones(len(tokens), *2 * [tokens.size(1)], dtype=torch.bool)
-        given = {name: form.build(may, self.heads, torch.get_default_dtype())}
+        given = self._given(name, form, tokens)
         return ask(lambda: run.run(run.source, run.target, given)).error is None
 
     @cached_property
@@ -203,23 +202,27 @@ class _Reader:
         """What comes back; None where a form is not taken, or its queries make tokens that there are not."""
         asked = name, form, hidden
         if asked not in self._outputs:
-            given = self._given(name, form, hidden)
+            given = self._given(name, form, self.run.source, hidden)
             with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
                 found = ask(lambda: self.run.run(self.run.source, self.run.target, given).detach())
             taken = found.value is not None and found.value.shape == self._unmasked
             self._outputs[asked] = found.value if taken else None
         return self._outputs[asked]
 
-    def _reached(self, given: Given, form: MaskForm) -> list[Site]:
-        seen, place = self.seen(given, self.run.source, self.run.target), _place(form) % self.run.source.size(1)
-        before = {site: _keys(pairs) for site, pairs in self.plain.items()}
-        return [site for site, pairs in seen.items() if place in before.get(site, ()) and place not in _keys(pairs)]
+    def _reached(self, name: str, form: MaskForm) -> list[Site]:
+        """The attentions in which the token that is hidden has weight without the mask, and none with it."""
+        given, place = self._given(name, form, self.run.source, HIDDEN), _place(form) % self.run.source.size(1)
+        seen = self.seen(given, self.run.source, self.run.target)
+        before, after = (
+            {site for site, pairs in one.items() if any(key == place for _, key in pairs)} for one in (self.plain, seen)
+        )
+        return [site for site in seen if site in before and site not in after]
 
     def _is_of_keys(self, name: str, form: MaskForm, reached: Collection[Site]) -> bool:
         """Whether a mask that has no axis for queries hides the token in the same attentions."""
         alike = [other for other in mask_forms() if other.pattern == "keys" and other.encoding == form.encoding]
         taken = [other for other in alike if self._output(name, other, HIDDEN) is not None]
-        return any(self._reached(self._given(name, other, HIDDEN), form) == reached for other in taken)
+        return any(self._reached(name, other) == reached for other in taken)
 
     def padding(self, side: str) -> Iterator[Mask]:
         """Let tokens become padding: what changes in the attentions is a mask that the model makes."""
@@ -236,10 +239,6 @@ class _Reader:
         inverted = [site for site in reached if site.reads != "target" and (0, 0) not in seen[site]]
         if reached:
             yield Mask("padding", used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
-
-
-def _keys(pairs: set[tuple[int, int]]) -> set[int]:
-    return {key for _, key in pairs}
 
 
 def _weighed(part: Part) -> set[tuple[int, int]]:

@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
-from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of
+from equivalence_tests.checker.layers.walk import Walk, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of
@@ -81,7 +81,7 @@ def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, W
     """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
     read = list[tuple[Trial, Wiring]]()
     atoms = atoms_of(layer)
-    contained = {path: walk.contained.get(mark_of(layer.get_submodule(path)), False) for path in atoms}
+    contained = {path: walk.adds_residual(layer.get_submodule(path)) for path in atoms}
     for way in ways:
         read.append((way, read_wiring(way, atoms, contained)))
         if not (read[-1][1].mistakes or read[-1][1].unread):

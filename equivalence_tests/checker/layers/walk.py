@@ -17,7 +17,6 @@ from equivalence_tests.checker.parts.kinds import EXAMINED, atoms_of, is_torchs,
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.subject import Adapter
-from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -28,12 +27,9 @@ class Walk:
     """What is known while a model is walked through.
 
     Args:
-        contained: For each part that was examined, whether it adds its own residual; None if that is not known.
-        unread: The parts that could not be read, each by what it shares with others.
-        untried: The arguments of each part with which it could not be checked by itself.
+        parts: The report on each part that was examined by itself, by what it shares with others.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
-        equivalents: The same in torch, for each part that was examined.
         repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
         inlined: The paths of layers that compute their attention in their own forward, and are held as a whole.
     """
@@ -41,14 +37,11 @@ class Walk:
     report: Report
     module: nn.Module  # the model, prepared
     sizes: Sizes
-    contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
-    unread: set[tuple[Any, ...]] = field(default_factory=set)
-    untried: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], Report] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
     held: Callable[[], dict[str, Report]] = dict  # gives the same reports, each compared with torch's own program
     ran: Run | None = None
     of_one: set[str] = field(default_factory=set)
-    equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)
     masks: list[Mask] = field(default_factory=list)  # the masks that the whole was seen to take
     heads: int = 1  # how many heads these may be repeated for
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
@@ -60,10 +53,17 @@ class Walk:
         wide = any(self.sizes.embed_dim in parameter.shape for parameter in part.parameters())
         return Adapter(embed_dim=self.sizes.embed_dim if wide else None, intended=dict(intended))
 
-    def kind_in_whole(self, path: str, kind: str) -> str:
-        """Say what a part is in a whole: one that adds its own residual is a layer."""
-        own = self.contained.get(mark_of(self.module.get_submodule(path)), False)
-        return "layer" if own or kind == "layers" else kind
+    def adds_residual(self, part: nn.Module) -> bool | None:
+        """Whether a part includes the residual, by its report; None where the part was not understood."""
+        report = self.parts.get(mark_of(part))
+        if report is None:
+            return False
+        words = " ".join(here for what, here, _ in report.conventions if what == "includes")
+        fresh = "layer_made_in_forward" in report.mistakes and "residual" not in words
+        if report.verdict == "unchecked" or fresh:
+            return None
+        named = (*report.mistakes, *(one.name for one in report.intended))
+        return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in named)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
         """Add a row, and a finding for each mistake, with its lines and the facts of its words."""

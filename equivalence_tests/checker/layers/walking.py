@@ -182,7 +182,7 @@ def _add_all_parts(walk: Walk) -> list[nn.Module]:
 
 def _judged_as_a_whole(walk: Walk, run: ModelRun | None, subject: Subject) -> Report:
     """Prove what is wrong with the wiring; where nothing is, compare the whole with a program of torch's parts."""
-    report = _concluded(walk.report, subject, bool(walk.unread))
+    report = _concluded(walk, subject)
     whole = None if run is None or "" in walk.inlined else _whole(walk, run, subject)
     if walk.repairs:
         prove_wiring(report, whole, walk.repairs)
@@ -210,16 +210,19 @@ def _may_be_equal(report: Report) -> bool:
 
 def _whole(walk: Walk, run: ModelRun, subject: Subject) -> Whole:
     """Give the whole, with what is known of its parts."""
-    module, report = walk.module, walk.report
-    kinds = {path: walk.kind_in_whole(path, kind) for path, kind in atoms_of(module).items() if kind}
+    module = walk.module
+    kinds = {path: kind for path, kind in atoms_of(module).items() if kind}
+    layers = [
+        path for path, kind in kinds.items() if kind == "layers" or walk.adds_residual(module.get_submodule(path))
+    ]
+    kinds |= dict.fromkeys(layers, "layer")
     kinds = {path: kind for path, kind in kinds.items() if not any(is_inside(path, one) for one in walk.inlined)}
     kinds |= dict.fromkeys(walk.inlined, "layer")  # each is held as a whole
-    kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
-    marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
-    parts = {path: found for path, found in marks.items() if found is not None}
-    untried = {path: walk.untried.get(mark_of(module.get_submodule(path)), set()) for path in kinds}
-    known = walk.heads, walk.masks, untried, walk.intended
-    return Whole(report.target, subject.function, module, run, kinds, parts, *known)
+    reports = {path: walk.parts.get(mark_of(module.get_submodule(path))) for path in kinds}
+    known = {path: report for path, report in reports.items() if report is not None}
+    kinds = {path: kind for path, kind in kinds.items() if path not in known or known[path].verdict != "unchecked"}
+    given = kinds, known, walk.heads, walk.masks, walk.intended
+    return Whole(walk.report.target, subject.function, module, run, *given)
 
 
 def _hold(report: Report, whole: Whole) -> None:
@@ -335,7 +338,8 @@ def _with_all_around(walk: Walk, path: str, layer: nn.Module) -> Report:
     return held if found.verdict == "unchecked" else found
 
 
-def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
+def _concluded(walk: Walk, subject: Subject) -> Report:
+    report = walk.report
     if not report.checks and type(subject.module).__module__.startswith("torch."):
         report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
     if not report.checks:
@@ -344,6 +348,7 @@ def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     failed = [c for c in report.checks if c.outcome == "failed"]
+    unread = any(part.verdict == "unchecked" for part in walk.parts.values())
     needed = unread or any(c.name.endswith(NEEDED) for c in unchecked)
     if any(c.outcome == "passed" for c in report.checks) and not needed:
         report.coverage += [Exercise(c.name, False, c.detail) for c in unchecked]
@@ -384,12 +389,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     part.intended = [one for one in part.intended if not outside or one.reason != outside]  # nothing is amiss
-    walk.contained[mark_of(child)] = _adds_residual(part)
-    walk.untried[mark_of(child)] = {one.what for one in part.not_exercised}
-    if part.verdict == "unchecked":
-        walk.unread.add(mark_of(child))
-    if part.equivalent is not None and part.equivalent.source and part.verdict in ("equal", "partial"):
-        walk.equivalents[mark_of(child)] = part.equivalent
+    walk.parts[mark_of(child)] = part
     _add_part(walk, path, part)
     torch.set_default_dtype(torch.float64)
 
@@ -423,16 +423,6 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     walk.report.coverage += [one for one in part.not_exercised if one.detail == NOT_TORCHS and not path]
     first = part.conventions[:1]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in first]
-
-
-def _adds_residual(part: Report) -> bool | None:
-    """Read in a report whether a part includes the residual; None where the part was not understood."""
-    words = " ".join(here for what, here, _ in part.conventions if what == "includes")
-    fresh = "layer_made_in_forward" in part.mistakes and "residual" not in words
-    if part.verdict == "unchecked" or fresh:
-        return None
-    named = (*part.mistakes, *(one.name for one in part.intended))
-    return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in named)
 
 
 def _add_mask_methods(walk: Walk) -> None:

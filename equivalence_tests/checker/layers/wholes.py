@@ -55,7 +55,6 @@ class Whole:
     """A layer, a stack or a model, and what is known of it.
 
     Args:
-        untried: The arguments of each part with which it could not be checked by itself.
         intended: What the user says is intended, by name, each with the reason.
     """
 
@@ -64,10 +63,9 @@ class Whole:
     module: nn.Module
     run: ModelRun
     kinds: Mapping[str, str]  # what its parts are, by path; "layer" for those that add their own residual
-    parts: Mapping[str, Equivalent]  # the equivalents of its parts, by path
+    reports: Mapping[str, Report]  # what was found in its parts, by path
     heads: int = 1  # how many heads a mask may be repeated for
     masks: Sequence[Mask] = ()  # the masks that it is known to take
-    untried: Mapping[str, set[str]] = field(default_factory=dict)
     intended: Mapping[str, str] = field(default_factory=dict)
     plain: Calls | None = None  # the same without the positions that it is handed, where these may be left out
     steps: tuple[Step, ...] = ()
@@ -83,6 +81,12 @@ class Whole:
         return Calls(
             self.module, self.run, self.heads, [mask for mask in self.masks if mask.form is not None and mask.reached]
         )
+
+    @cached_property
+    def parts(self) -> dict[str, Equivalent]:
+        """The equivalents of its parts, by path."""
+        right = {path: one.equivalent for path, one in self.reports.items() if one.verdict in ("equal", "partial")}
+        return {path: one for path, one in right.items() if one is not None and one.source and path in self.kinds}
 
     @property
     def positions(self) -> set[str]:
@@ -253,7 +257,10 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
     if whole.apart:
         report.coverage.append(Exercise(f"a call without {whole.apart}", False, APART))
-    left = (f"{name} of {path}" for path, names in whole.untried.items() for name in names & whole.given_to(path))
+    untried = (
+        (path, one.what) for path in whole.kinds if path in whole.reports for one in whole.reports[path].not_exercised
+    )
+    left = {f"{name} of {path}" for path, name in untried if name in whole.given_to(path)}
     report.coverage += [Exercise(one, False, UNTRIED) for one in sorted(left)]
     return True
 
