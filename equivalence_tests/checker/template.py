@@ -122,15 +122,14 @@ class _Script:
 
     def _config(self, config: ImitatedConfig) -> Code:
         """Write down what was asked of a config; one that is asked for its sections holds the same in each."""
-        answers, is_dictionary = config.answers()
-        said = {name: self._text(value) for name, value in answers.items() if value is not config}
+        said = {name: self._text(value) for name, value in config.answers.items() if value is not config}
 
         def written(held: Mapping[str, str]) -> str:
-            if is_dictionary:
+            if config.is_subscripted:
                 return f"{{{', '.join(f'{name!r}: {value}' for name, value in held.items())}}}"
             return f"SimpleNamespace({', '.join(f'{name}={value}' for name, value in held.items())})"
 
-        sections = {name: written(said) for name, value in answers.items() if value is config}
+        sections = {name: written(said) for name, value in config.answers.items() if value is config}
         return Code(written(said | sections))
 
     def _load(self, found: Any, place: str = "") -> str:

@@ -132,10 +132,10 @@ print(verify(Compiled, kind="attention").verdict, "torch._dynamo" in sys.modules
 """
 
 
-def test_torchs_compiler_is_imported_once_something_compiles_and_then_switched_off() -> None:
+def test_what_compiles_itself_runs_as_it_is_written_without_torchs_compiler() -> None:
     """It takes as long to import as torch itself."""
     ran = subprocess.run([sys.executable, "-c", COMPILES_ITSELF], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == ["equal False", "equal True"]
+    assert ran.stdout.splitlines() == ["equal False", "equal False"]
 
 
 def test_a_cell_of_a_running_notebook_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

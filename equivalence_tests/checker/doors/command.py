@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from equivalence_tests.checker.doors.discovery import Candidate, NothingToCheckError, candidates, names_one_thing
+from equivalence_tests.checker.doors.discovery import NothingToCheckError, candidates, names_one_thing
 from equivalence_tests.checker.doors.example import EXAMPLE
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.intended import check_intended, reasons
@@ -185,15 +185,11 @@ def _requests(
             continue
         unread += [Report(file, reason=reason) for file, reason in broken.items()]
         if found:
-            show(_found_in(target, found), console)
+            files = _count(len({one.path for one in found}), "file")
+            show(Text(f"{target}: {_count(len(found), 'thing')} to check in {files}"), console)
         kinds = {one.target: pattern.kind or one.asked_kind for one in found}
         requests += [replace(pattern, target=name, kind=kind) for name, kind in kinds.items()]
     return requests, unread
-
-
-def _found_in(target: str, found: Sequence[Candidate]) -> Text:
-    files = len({candidate.path for candidate in found})
-    return Text(f"{target}: {_count(len(found), 'thing')} to check in {_count(files, 'file')}")
 
 
 def _checked(requests: Sequence[Request], limits: Limits, console: Console) -> list[Report]:

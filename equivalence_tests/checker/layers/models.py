@@ -54,7 +54,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
             follows = named_mistake(mistake).follows if mistake else ()
             if any(finding.name.startswith(follows) for finding in walk.report.findings):
                 continue
-            lines = _called_at(called, mistake, where) or _ran_at(walk, mistake, where) if mistake else ()
+            lines = _lines_of(walk, called, mistake, where) if mistake else ()
             mistakes = {mistake: lines} if mistake else {}
             walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
@@ -93,22 +93,18 @@ def _layer_around(path: str) -> str:
     return numbered.group() if numbered else path.rpartition(".")[0]
 
 
-def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
-    """The lines that call a sub-module, or the first layer of a stack, where a mistake shows in the call."""
-    return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
-
-
-def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
-    """The lines of a sub-module that show a mistake, or make one that is not used; those that first use a position."""
+def _lines_of(walk: Walk, called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
+    """The lines that show a mistake: where a sub-module is called, made or runs, or a position is first used."""
+    if named_mistake(mistake).ran == "call":  # of a stack, where its first layer is
+        return called.get(where, called.get(f"{where}.0", ()))
     if mistake == "part_never_used":
         return assigned_at(walk.module, where)
     ran = [op for op in walk.ran.operations if op.frames] if walk.ran is not None else []
     if walk.ran is not None and mistake == "no_positions":
         taken = ((op.frames, walk.ran.recorder.named(bits)) for op in ran for bits in op.origins)
         return next((frames for frames, names in taken if any(map(POSITIONS.search, names))), ())
-    if named_mistake(mistake).ran in ("", "call"):
-        return ()
-    return frames_where(named_mistake(mistake).ran, [op for op in ran if op.place == where])
+    shown = named_mistake(mistake).ran
+    return frames_where(shown, [op for op in ran if op.place == where]) if shown else ()
 
 
 def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:
@@ -209,16 +205,12 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
         return
     claimed = asked or run.target is not None or causal_claim(walk.module, lambda: _with(run, run.source))
     walk.report.notes += [f"it predicts the next token: {asked}"] if asked and later else []
+    vocabularies = {m.num_embeddings for m in walk.module.modules() if isinstance(m, nn.Embedding)}
     unsaid = later and not claimed and not BOTH_WAYS.search(type(walk.module).__name__)
-    if unsaid and _with(run, run.source).size(-1) in _vocabularies(walk.module):
+    if unsaid and _with(run, run.source).size(-1) in vocabularies:
         walk.report.notes.append(SEES_ALL)
     if later is not None and (claimed or not later):
         yield "the future is unseen", "future_is_seen" if later else "", next(iter(last), "")
-
-
-def _vocabularies(module: nn.Module) -> set[int]:
-    """How many ids each embedding knows."""
-    return {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
 
 
 def next_token_claim(module: nn.Module) -> tuple[str, str]:

@@ -129,26 +129,22 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
     """
-    found = list(_holding(module, lambda kinds: "attention" in kinds and _has_feed_forward(kinds)))
-    found = found or list(
-        _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
-    )
-    outer = {path for path, _ in found for other, _ in found if is_inside(other, path)}
-    return one_of_each(item for item in found if item[0] not in outer)
+    held = dict(_holding(module))
+    found = [path for path, kinds in held.items() if "feed_forward" in kinds or kinds.count("") > 1]
+    found = found or [path for path, kinds in held.items() if kinds.count("attention") > 1 or "layer_norm" in kinds]
+    innermost = (path for path in found if not any(is_inside(other, path) for other in found))
+    return one_of_each((path, module.get_submodule(path)) for path in innermost)
 
 
-def _has_feed_forward(kinds: list[str]) -> bool:
-    return "feed_forward" in kinds or kinds.count("") > 1
-
-
-def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+def _holding(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """List what may be a layer: it holds an attention, and no name says that it is something else."""
     for path, child in module.named_modules():
         named = path and kind_of(path, child) in EXAMINED  # the whole is read as a layer, whatever its name says
         if named or not runs(child) or isinstance(child, nn.Sequential) or is_torchs(child):
             continue
         kinds = list(atoms_of(child).values())
-        if wanted(kinds):
-            yield path, child
+        if "attention" in kinds:
+            yield path, kinds
 
 
 def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:

@@ -366,7 +366,8 @@ class _Stream:
         """Say whether the cross-attention is another one, comes second, and takes keys and values from the memory."""
         attentions = [step for step in self.steps.values() if step.kind == "attention"]
         counts = [sum(self._of_memory(x.terms) for x in step.inputs) for step in attentions]
-        followed = [step for step in attentions if all(map(self._is_followed, step.inputs))]
+        strange = {label for label, _ in self.labels.of_kind("strange")}  # made by an operation between the parts
+        followed = [x for x in attentions if all(strange.isdisjoint(dict(one.terms)) for one in x.inputs)]
         wrong = [x for x, n in zip(attentions, counts, strict=True) if 0 < n < len(x.inputs) - 1 and x in followed]
         own = {step.words for step, n in zip(attentions, counts, strict=True) if not n}
         for step in (step for step, n in zip(attentions, counts, strict=True) if n and step.words in own):
@@ -409,10 +410,6 @@ class _Stream:
     def _raw(self, label: str) -> Terms:
         """What a sub-layer reads, before a LayerNorm."""
         return self._normalised(self._query(label)) or self._query(label)
-
-    def _is_followed(self, value: Value) -> bool:
-        """Whether a value is made of what parts made or were given, and of no operation between them."""
-        return all(self.labels.made[label].kind != "strange" for label, _ in value.terms)
 
     def _of_memory(self, x: Terms) -> bool:
         """Whether it is the memory, times any number, or what parts made of that alone."""

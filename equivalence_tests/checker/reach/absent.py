@@ -94,14 +94,12 @@ class Absences:
     """
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self.used: dict[str, str] = {}
-        self.in_part: dict[str, str] = {}
         self.importing = False
+        self.forget()
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self.names, self.used, self.in_part = [], {}, {}
+        self.names, self.used, self.in_part = list[str](), dict[str, str](), dict[str, str]()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module that is absent, or inside of one."""

@@ -48,21 +48,13 @@ class ImitatedConfig:
     ) -> None:
         self._sizes, self._optional, self._nested, self._otherwise = sizes, optional, nested, otherwise
         self._number = number
-        self._answers, self._is_subscripted = dict[str, Any](), False
-        self._made_up = dict[str, int]()
-
-    def answers(self) -> tuple[dict[str, Any], bool]:
-        """Give all that was asked for and is known, and whether it was asked for as entries of a dictionary."""
-        return self._answers, self._is_subscripted
-
-    def made_up(self) -> dict[str, int]:
-        """Give the numbers that were answered though nothing says what they are."""
-        return self._made_up
+        self.answers, self.is_subscripted = dict[str, Any](), False  # all that was asked for, and whether as entries
+        self.made_up = dict[str, int]()  # the numbers that were answered though nothing says what they are
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy asks for these before there is anything to answer with
             raise AttributeError(name)
-        self._answers[name] = value = self._answer(name)
+        self.answers[name] = value = self._answer(name)
         return value
 
     def _answer(self, name: str) -> Any:
@@ -77,7 +69,7 @@ class ImitatedConfig:
         if absent:
             raise AttributeError(name)
         if not known and self._number is not None and not OF_SCORES.search(name.lower()):
-            self._made_up[name] = self._number
+            self.made_up[name] = self._number
             return self._number
         if not known and self._nested:
             return self
@@ -86,7 +78,7 @@ class ImitatedConfig:
         return value
 
     def __getitem__(self, name: str) -> Any:
-        self._is_subscripted = True
+        self.is_subscripted = True
         if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
             return self
         try:
@@ -106,7 +98,7 @@ def made_up_for(instance: Any) -> Iterator[Exercise]:
     """List what an instance was built with of which nothing says what it is: a window, a number of neighbours."""
     made = TRIED.construction_of(instance) if type(instance).__weakrefoffset__ else None
     for config in (x for x in (made.kwargs.values() if made else ()) if isinstance(x, ImitatedConfig)):
-        for name, value in config.made_up().items():
+        for name, value in config.made_up.items():
             yield Exercise(f"the config's {name}", False, f"nothing says what it is; it was built with {value}")
 
 

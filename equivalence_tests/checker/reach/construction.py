@@ -148,15 +148,12 @@ def _fixed_sizes(target: Any, tried: tuple[Sizes, Sizes]) -> list[Sizes]:
     ]
 
 
-def _has_shape(parameter: Any) -> bool:
-    return not is_lazy(parameter)
-
-
 def _widths_taken(target: Any, sizes: Sizes) -> Counter[int]:
     """The widths that the linears of a class take in, built with these sizes, and how many parameters have each."""
     instance = built(target, sizes, ALTERNATIVES)
     modules = list(instance.modules()) if isinstance(instance, nn.Module) else []
-    axes = Counter(n for m in modules for p in filter(_has_shape, m.parameters(recurse=False)) for n in p.shape)
+    parameters: Iterator[Any] = (p for m in modules for p in m.parameters(recurse=False))
+    axes = Counter(n for p in parameters if not is_lazy(p) for n in p.shape)
     taken = {m.in_features for m in modules if isinstance(m, nn.Linear)}
     return Counter({n: axes[n] for n in taken if 1 < n <= WIDEST})
 

@@ -113,7 +113,8 @@ def _users_modules_first(path: Path) -> Iterator[Callable[[str], bool]]:
     folders = list(dict.fromkeys([*holder, *above[:1], Path.cwd()]))
     last = [str(one) for folder in reversed(above) for one in (folder, folder / "src") if one not in folders]
     places = [folder for folder in folders if folder != OURS]
-    theirs = [name for name in OUR_NAMES if any(_defines(folder, name) for folder in places)]
+    defined = {one.stem for folder in places for one in folder.iterdir() if one.is_dir() or one.suffix == ".py"}
+    theirs = [name for name in OUR_NAMES if name in defined]
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in theirs}
     for name in ours:
         del sys.modules[name]
@@ -147,10 +148,6 @@ def _folders_above(path: Path) -> list[Path]:
     folders = list(path.parents)[:DEEPEST]
     roots = (n for n, one in enumerate(folders) if one == Path.cwd() or any((one / name).exists() for name in PROJECT))
     return folders[: next(roots, 0) + 1]
-
-
-def _defines(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 def _holds(folder: Path, name: str) -> bool:

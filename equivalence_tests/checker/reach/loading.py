@@ -129,7 +129,8 @@ def _called_by_its_forward(target: type) -> type:
 
         def __getattr__(self, name: str) -> Any:
             found = super().__getattr__(name)
-            return _array_of(found) if of_numpy and isinstance(found, nn.Parameter) else found
+            as_array = of_numpy and isinstance(found, nn.Parameter)
+            return importlib.import_module("torch._numpy").asarray(found) if as_array else found
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in LISTED:
@@ -162,11 +163,6 @@ def _is_table(x: Tensor) -> bool:
     marked = bool(((first == 0) | (first == 1) | (first < -1e8)).all()) and x.dim() > 1
     falls = x.dim() == 1 and len(x) > 1 and bool((x.diff() < 0).all())
     return (marked or falls) and bool((x != x.flatten()[0]).any())
-
-
-def _array_of(x: Tensor) -> Any:
-    """Give a tensor as one of numpy's arrays in torch's words."""
-    return importlib.import_module("torch._numpy").asarray(x)
 
 
 def _is_of_numpy(target: Any) -> bool:

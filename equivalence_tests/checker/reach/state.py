@@ -39,11 +39,6 @@ _COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy
 _CHANGED: "WeakKeyDictionary[nn.Module, set[str]]" = WeakKeyDictionary()
 
 
-def _set_threads(number: int) -> None:
-    if torch.get_num_threads() != number:
-        torch.set_num_threads(number)
-
-
 def _set_environment(variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
@@ -60,7 +55,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (np.random.get_state, np.random.set_state),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_num_threads, _set_threads),
+    (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -109,33 +104,22 @@ def preserved_global_state() -> Iterator[io.StringIO]:
 def uncompiled() -> Iterator[None]:
     """Let what is compiled run as it is written.
 
-    torch's own switch takes two seconds to import, so it waits until somebody compiles.
+    torch's own switch takes two seconds to import: until somebody compiles, ``torch.compile`` gives back what it takes.
 
     >>> with uncompiled():
     ...     torch.compile(lambda x: x + 1, backend=lambda *_: 1 / 0)(torch.zeros(1))
     tensor([1.])
     """
-    compile_ = torch.compile
-    with contextlib.ExitStack() as stack:
+    switched: contextlib.AbstractContextManager[Any] = mock.patch.object(torch, "compile", _as_it_is)
+    if "torch._dynamo" in sys.modules:
+        switched = torch.compiler.set_stance("force_eager")
+    with switched:
+        yield
 
-        def switch() -> None:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
 
-        def compile_later(*args: Any, **kwargs: Any) -> Any:
-            if torch.compile is compile_later:
-                torch.compile = compile_
-                switch()
-            return compile_(*args, **kwargs)
-
-        if "torch._dynamo" in sys.modules:
-            switch()
-        else:
-            torch.compile = compile_later
-        try:
-            yield
-        finally:
-            if torch.compile is compile_later:
-                torch.compile = compile_
+def _as_it_is(model: Any = None, **_: Any) -> Any:
+    """What ``torch.compile`` gives, or the decorator that it gives where it is handed options alone."""
+    return (lambda function: function) if model is None else model
 
 
 class InDouble(TorchFunctionMode):

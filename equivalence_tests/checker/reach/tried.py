@@ -84,7 +84,7 @@ class Tried:
 
     def called(self, function: Any, given: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], error: str) -> None:
         """Note a call and what it was given; those of other code, such as the parts of a layer, are passed over."""
-        if not self._is_target(function):
+        if function is not self.target and type(function) not in self._kinds:
             return
         made = Try(function, (), {}, error)
         if self.call is None or made.got_as_far_as > self.call.got_as_far_as:
@@ -94,9 +94,6 @@ class Tried:
         """Give how an instance was built; None where it came ready."""
         found: Try | None = self._made.get(instance)
         return found
-
-    def _is_target(self, function: Any) -> bool:
-        return function is self.target or type(function) in self._kinds
 
 
 def _is_number(value: Any) -> bool:

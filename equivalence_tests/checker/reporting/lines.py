@@ -120,12 +120,9 @@ def _from(folder: str, path: str) -> str:
 def is_users(path: str) -> bool:
     """Whether a file is the user's: neither torch's, nor ours, nor one that only hands calls on."""
     standard = path.startswith(STANDARD) and "site-packages" not in path
-    return not (_is_ours(path) or standard or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
-
-
-def _is_ours(path: str) -> bool:
-    """Whether it is code of the checker; the classes that its tests check are as good as a user's."""
-    return path.startswith(CHECKER) and "/test_" not in path and "/zoo/" not in path
+    tested = "/test_" in path or "/zoo/" in path  # the classes that tests check are as good as a user's
+    ours = path.startswith(CHECKER) and not tested
+    return not (ours or standard or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
 
 
 def source_of(function: Any) -> str:
