@@ -33,12 +33,8 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
 
     A module is copied, put into eval mode and into float64, or left in its own precision if it does not run in float64.
 
-    Args:
-        function: The model, or any function of tensors.
-        inputs: What it is called with: a dictionary of arguments by name, a tuple or list of arguments, both as
-            (args, kwargs), one tensor, or a function that gives any of these.
-        name: What to call it.
-        intended: Which deviations are on purpose: name -> reason.
+    The inputs are a dictionary of arguments by name, a tuple or list of arguments, both as (args, kwargs), one tensor,
+    or a function that gives any of these.
 
     Returns:
         One report for each attention that ran, in their order.

@@ -48,13 +48,9 @@ class WatchedCall:
 
 @dataclass(eq=False)
 class Notebook:
-    """Keeps calls to check them afterwards, within a bound of memory.
+    """Keeps calls to check them afterwards, within a bound of memory."""
 
-    Args:
-        calls: Receives the first call of each outermost module, and of each function that computes an attention.
-    """
-
-    calls: list[WatchedCall]
+    calls: list[WatchedCall]  # the first of each outermost module, and of each function that attends
     notes: list[str]  # receives what was not kept, and why
     room: int  # how many bytes the arguments may still take
     known: set[int] = field(default_factory=set)

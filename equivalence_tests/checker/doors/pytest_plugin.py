@@ -155,9 +155,7 @@ class AttentionItem(pytest.Item):
 class Answers:
     """The process that checks, and what it is still to be asked.
 
-    Args:
-        intended: What deviates on purpose, with the reasons.
-        alone: Whether each question gets a process of its own, because other processes take their share of them.
+    Alone, each question gets a process of its own, because other processes take their share of them.
     """
 
     def __init__(self, intended: dict[str, str], alone: bool) -> None:

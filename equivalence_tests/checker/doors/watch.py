@@ -31,11 +31,7 @@ NOTHING = "No attention ran while watching."
 
 @dataclass(repr=False)
 class Watched(Shown):
-    """What was called while watching.
-
-    Args:
-        calls: The first call of each module, and of each function that computes an attention.
-    """
+    """What was called while watching."""
 
     intended: Mapping[str, str] = field(default_factory=dict)  # as in ``verify``
     calls: list[WatchedCall] = field(default_factory=list)

@@ -28,14 +28,9 @@ HEARTBEAT_SECONDS = 1.0
 def work(
     requests: Sequence[dict[str, Any]], memory_mib: int, cpu: "Synchronized[float]", answers: Connection, stderr: str
 ) -> None:
-    """Check what is asked for, one target after another, in a process of its own.
+    """Check what is asked for, each as a ``Request`` has it, and send the progress and the reports as answers.
 
-    Args:
-        requests: What to check, each as a ``Request`` has it.
-        memory_mib: How much memory the process may take.
-        cpu: Receives every second how much CPU time was used.
-        answers: Receives the progress and the reports.
-        stderr: The file for what is said on the standard error.
+    ``cpu`` receives every second how much CPU time was used; what is said on the standard error goes into a file.
     """
     threading.Thread(target=_die_with_the_parent, daemon=True).start()
     threading.Thread(target=_beat, args=(cpu,), daemon=True).start()

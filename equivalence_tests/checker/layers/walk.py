@@ -24,28 +24,21 @@ from equivalence_tests.checker.reporting.report import Report
 
 @dataclass
 class Walk:
-    """What is known while a model is walked through.
-
-    Args:
-        parts: The report on each part that was examined by itself, by what it shares with others.
-        watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
-        of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
-        repairs: What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
-        inlined: The paths of layers that compute their attention in their own forward, and are held as a whole.
-    """
+    """What is known while a model is walked through."""
 
     report: Report
     module: nn.Module  # the model, prepared
     sizes: Sizes
-    parts: dict[tuple[Any, ...], Report] = field(default_factory=dict)
-    watched: dict[str, Report] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], Report] = field(default_factory=dict)  # of each part that was examined by itself
+    watched: dict[str, Report] = field(default_factory=dict)  # of each attention where it stands in a run, by path
     held: Callable[[], dict[str, Report]] = dict  # gives the same reports, each compared with torch's own program
     ran: Run | None = None
-    of_one: set[str] = field(default_factory=set)
+    of_one: set[str] = field(default_factory=set)  # paths that are given one tensor in all arguments in that run
     masks: list[Mask] = field(default_factory=list)  # the masks that the whole was seen to take
     heads: int = 1  # how many heads these may be repeated for
+    # What puts right the mistakes that are no facts, by name and path; None where nothing is known to.
     repairs: dict[tuple[str, str], Repair | None] = field(default_factory=dict)
-    inlined: set[str] = field(default_factory=set)
+    inlined: set[str] = field(default_factory=set)  # paths of layers that compute their attention themselves
     intended: Mapping[str, str] = field(default_factory=dict)
 
     def adapter_of(self, part: nn.Module, intended: Mapping[str, str]) -> Adapter:

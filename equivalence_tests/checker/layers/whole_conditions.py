@@ -20,19 +20,12 @@ COMBINES = ("add", "sub", "mul", "div")
 
 @dataclass(eq=False)
 class Conditions:
-    """Knows the tensors that are made of such vectors and of no tokens.
+    """Knows the tensors that are made of such vectors and of no tokens."""
 
-    Args:
-        made: For each, by its id, the argument, and the path of the last sub-module that made it; "" for none.
-        places: Which of the numbers that this sub-module gives to a sample each element is.
-        taken: Those that change tokens, by that path, each with the lines that do so.
-        widths: How many numbers this sub-module gives to a sample, by its path.
-    """
-
-    made: dict[int, tuple[str, str]] = field(default_factory=dict)
-    places: dict[int, Tensor] = field(default_factory=dict)
-    taken: dict[str, list[tuple[Tensor, Frames]]] = field(default_factory=dict)
-    widths: dict[str, int] = field(default_factory=dict)
+    made: dict[int, tuple[str, str]] = field(default_factory=dict)  # by id, the argument, and the last part or ""
+    places: dict[int, Tensor] = field(default_factory=dict)  # which of the numbers of that part each element is
+    taken: dict[str, list[tuple[Tensor, Frames]]] = field(default_factory=dict)  # those that change tokens, with lines
+    widths: dict[str, int] = field(default_factory=dict)  # how many numbers each part gives to a sample
 
     def given(self, name: str, x: Tensor, all_given: Sequence[Tensor]) -> bool:
         """Note an argument, if it holds a vector or a number for each sample and others the tokens; say whether so."""

@@ -14,15 +14,10 @@ BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")
 
 @dataclass(eq=False)
 class Hidden:
-    """Knows the tensors that are made of masks, or of what ids are compared with, and of nothing else.
+    """Knows the tensors that are made of masks, or of what ids are compared with, and of nothing else."""
 
-    Args:
-        by_mask: The tokens, (batch, len), that each mask hides from all; None where that is not known.
-        made: For each tensor, by its id, what hides tokens, and which.
-    """
-
-    by_mask: Mapping[str, Tensor | None]
-    made: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    by_mask: Mapping[str, Tensor | None]  # the tokens, (batch, len), that each hides from all; None if not known
+    made: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # by id, what hides tokens, and which
 
     def given(self, name: str, x: Tensor) -> bool:
         """Note an argument that is a mask; say whether it is one."""

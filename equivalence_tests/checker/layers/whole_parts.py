@@ -35,16 +35,12 @@ IN_ORDER = ("attention", "feed_forward", "layer_norm", "layer", "linear")
 
 @dataclass(eq=False)
 class Parts:
-    """Follows what the parts of one run are given, and what they give.
-
-    Args:
-        hides: The arguments that are masks, and the tokens that each hides from all; None where that is not known.
-    """
+    """Follows what the parts of one run are given, and what they give."""
 
     module: nn.Module
     recorder: Recorder  # the run
     kinds: Mapping[str, str]  # what each part is, by its path; "layer" for one that adds its own residual
-    hides: Mapping[str, Tensor | None]
+    hides: Mapping[str, Tensor | None]  # the arguments that are masks, as in ``Hidden``
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
     learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements

@@ -21,16 +21,12 @@ JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", 
 
 @dataclass
 class Scope:
-    """One call of a module of the user's, recorded at two sizes.
-
-    Args:
-        numbers: The sizes that its forward is given, by name, in both recordings.
-    """
+    """One call of a module of the user's, recorded at two sizes."""
 
     path: str  # of the module
     given: dict[str, tuple[Tensor, Tensor]]  # the tensors that its forward is given, by name, in both recordings
     maybe: set[str]  # the names of masks that may be None, and of what is made of them alone
-    numbers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    numbers: dict[str, tuple[int, int]] = field(default_factory=dict)  # the sizes that its forward is given
     names: dict[int, str] = field(default_factory=dict)  # of each tensor, by its id in the first recording
     shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of each variable
     lines: list[tuple[list[str], str, set[str]]] = field(default_factory=list)  # what it gives, the text, what it takes

@@ -199,15 +199,7 @@ class Sums:
         returned: Sequence[str],
         idle: Sequence[str],
     ) -> list[Step]:
-        """Give all that was said, and what is strange when the run is over.
-
-        Args:
-            calls: The labels of each part.
-            module: Holds the parameters.
-            kinds: The parts that are looked at as wholes.
-            returned: The labels of what comes back.
-            idle: What makes numbers of a condition that change nothing.
-        """
+        """Give all that was said, and what is strange once it is known what comes back and what is idle."""
         self.judge_parts(calls, module)
         for path in idle:
             self.say(f"only a part of what {path} makes takes part", "unused")

@@ -52,11 +52,7 @@ APART = "the program is that of calls with it, and was not found to be that of c
 
 @dataclass
 class Whole:
-    """A layer, a stack or a model, and what is known of it.
-
-    Args:
-        intended: What the user says is intended, by name, each with the reason.
-    """
+    """A layer, a stack or a model, and what is known of it."""
 
     name: str
     function: Any  # what the user wrote
@@ -232,11 +228,7 @@ def _seeds(call: Call, masks: Collection[str]) -> dict[int, Tensor]:
 
 
 def hold_whole(report: Report, whole: Whole) -> bool:
-    """Hold an EQUAL of a layer, a stack or a model against torch: without a program of the whole it is none.
-
-    Returns:
-        Whether the program agrees, and nothing in it is unexplained.
-    """
+    """Hold an EQUAL of a whole against torch; say whether its program agrees, and nothing in it is unexplained."""
     try:
         report.equivalent = found = whole.equivalent()
     except UnreadError as why:
@@ -302,13 +294,7 @@ def locate_in_whole(report: Report, whole: Whole) -> None:
 
 
 def prove_wiring(report: Report, whole: Whole | None, repairs: Mapping[tuple[str, str], Repair | None]) -> None:
-    """Accuse the wiring only where torch's numbers come back with the right sum put in.
-
-    Args:
-        report: Whose findings are looked at; receives their proofs.
-        whole: What was followed; None where it could not be.
-        repairs: What puts each mistake right, by its name and where it is; None where nothing is known to.
-    """
+    """Accuse the wiring only where torch's numbers come back with the right sum put in; there may be none to put."""
     wired = [one for one in report.findings if (one.name, one.where) in repairs]
     others = [one for one in report.findings if one not in wired]
     if not wired:

@@ -42,13 +42,10 @@ FOLLOWED = ("layer", "convolution", "layer_norm", "gain", "conditioned", *MATRIC
 
 @dataclass
 class Wiring:
-    """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order.
-
-    Of the mistakes that are no facts it is known what puts them right, if anything does.
-    """
+    """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order."""
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
-    repairs: dict[str, Repair | None] = field(default_factory=dict)
+    repairs: dict[str, Repair | None] = field(default_factory=dict)  # of those that are no facts, if anything does
     idle_norms: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     steps: dict[str, Made] = field(default_factory=dict)  # what the parts made, by label
@@ -187,14 +184,7 @@ class _LostError(Exception):
 
 
 class _Stream:
-    """Follows the residual stream through the sub-layers of a layer.
-
-    Args:
-        wiring: Receives what is found.
-        putting: Puts right what it finds in the run that was followed.
-        contained: Of the parts, whether they add their own residual; None if that is not known.
-        alone: Whether there is no memory.
-    """
+    """Follows the residual stream through the sub-layers of a layer, with a memory or alone."""
 
     def __init__(self, wiring: Wiring, putting: Putting, contained: Mapping[str, bool | None], alone: bool) -> None:
         self.contained, self.putting, follower = contained, putting, putting.follower

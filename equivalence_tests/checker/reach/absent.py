@@ -84,22 +84,17 @@ def _package(cls: Any) -> str:
 
 
 class Absences:
-    """Finds stand-ins for the modules that could not be imported, and keeps what the code did with them.
-
-    Attributes:
-        names: What could not be imported.
-        used: The first line that used each of them.
-        in_part: The files of which only the definitions were run, each with the reason.
-        importing: Whether the code is being imported: what it only names or decorates with then is no use.
-    """
+    """Finds stand-ins for the modules that could not be imported, and keeps what the code did with them."""
 
     def __init__(self) -> None:
-        self.importing = False
+        self.importing = False  # then what the code only names or decorates with is no use
         self.forget()
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self.names, self.used, self.in_part = list[str](), dict[str, str](), dict[str, str]()
+        self.names = list[str]()  # what could not be imported
+        self.used = dict[str, str]()  # the first line that used each of them
+        self.in_part = dict[str, str]()  # the files of which only the definitions were run, each with the reason
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module that is absent, or inside of one."""

@@ -70,12 +70,7 @@ class Crash:
 
 
 class Crashes:
-    """Keeps such exceptions, as code is imported, built and called.
-
-    Attributes:
-        misnamed: Those of modules that are absent where a file of nearly that name lies beside.
-        unset: That of a local variable that only an if sets, by the names of which each of these ifs speaks.
-    """
+    """Keeps such exceptions, as code is imported, built and called."""
 
     def __init__(self) -> None:
         self.forget()
@@ -83,8 +78,8 @@ class Crashes:
     def forget(self) -> None:
         """Begin anew, for another check."""
         self._met: dict[tuple[str, int, str], Crash | None] = {}
-        self.misnamed: list[Crash] = []  # modules that are absent
-        self.unset: dict[str, Crash] = {}
+        self.misnamed: list[Crash] = []  # of modules that are absent where a file of nearly that name lies beside
+        self.unset: dict[str, Crash] = {}  # of a variable that only ifs set, by the names of which all of these speak
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""

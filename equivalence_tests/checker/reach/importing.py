@@ -227,11 +227,7 @@ class _InFullOrPart(SourceFileLoader):
 
 
 class _Neighbours:
-    """Finds the files of the user's project, so that they run in full or in part.
-
-    Args:
-        root: Of its project.
-    """
+    """Finds the files of the user's project, so that they run in full or in part."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.path, self.root = path, root

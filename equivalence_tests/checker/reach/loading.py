@@ -229,10 +229,7 @@ def _keeping_gradients(array: Any, given: Collection[int]) -> Iterator[None]:
 
 
 def _applied(target: type[torch.autograd.Function]) -> Any:
-    """Give a function that calls one with a backward of its own, with the arguments of its forward but for the context.
-
-    None of them can be given by name to the function itself.
-    """
+    """Give a function that calls one with a backward of its own: that itself takes no arguments by name."""
     own = inspect.signature(target.forward)
     given = list(own.parameters.values())[0 if "setup_context" in vars(target) else 1 :]
     signature = own.replace(parameters=given)

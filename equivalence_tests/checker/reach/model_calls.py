@@ -90,11 +90,7 @@ class ModelRun:
 def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list[str]) -> ModelRun | None:
     """Find out how a model, or a bare stack, which takes what its layers do, is called; None if no way is right.
 
-    Args:
-        module: What is called.
-        sizes: Of the tensors for a stack.
-        errors: Receives what it said when it did not run.
-        mistakes: Receives what shows in the ways in which it runs, where that is a mistake.
+    ``errors`` receives what it said when it did not run, ``mistakes`` what shows when it ran and was wrong.
     """
     embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
     trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64), MOST_TRIALS)

@@ -87,17 +87,13 @@ POSITION = re.compile(
 
 
 class Errors(list[str]):
-    """What the code said to calls that failed.
-
-    Attributes:
-        failed: The ways to call it that failed with every mask and angles, and for each answer the first call it met.
-        own: What steps of the check itself raised, where the code ran.
-    """
+    """What the code said to calls that failed."""
 
     def __init__(self, said: Iterable[str] = ()) -> None:
         super().__init__(said)
+        # The ways that failed with every mask and angles, and for each answer the first call it met.
         self.failed: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
-        self.own: list[str] = []
+        self.own: list[str] = []  # what steps of the check itself raised, where the code ran
 
 
 def trials_of(

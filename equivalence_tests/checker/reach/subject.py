@@ -76,14 +76,7 @@ class Subject:
 
 
 def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
-    """Build what is to be checked, a class, an instance, a function or a factory, with the most telling sizes first.
-
-    Yields:
-        Subjects to try until one can be called.
-
-    Raises:
-        CannotCheckError: If nothing could be built.
-    """
+    """Build a class, a factory, an instance or a function to try until one can be called, the most telling first."""
 
     def subject(instance: Any, asked: Sizes = SIZES[0], *, trained: bool = False, built: bool = False) -> Subject:
         return Subject(name, instance, sizes_of(instance, asked, adapter), adapter, trained, built)

@@ -50,15 +50,7 @@ class Try:
 
 
 class Tried:
-    """What was tried with one target.
-
-    Attributes:
-        target: The class, function or instance that is checked.
-        call: The first call that ran, else the one that got furthest.
-        built_first: The first construction of it that succeeded.
-        not_built: The first that did not.
-        handed_numbers_alone: Whether constructors were given nothing that could choose what is called.
-    """
+    """What was tried with one target."""
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
@@ -67,8 +59,10 @@ class Tried:
     def begin(self, target: Any) -> None:
         """Forget what was tried with another target."""
         self.target = target
-        self.call, self.built_first, self.not_built = None, None, None  # type: Try | None, Try | None, Try | None
-        self.handed_numbers_alone = True
+        self.call: Try | None = None  # the first that ran, else the one that got furthest
+        self.built_first: Try | None = None  # the first construction that succeeded
+        self.not_built: Try | None = None  # the first that did not
+        self.handed_numbers_alone = True  # constructors were given nothing that could choose what is called
         self._kinds = {type(target)} - {FunctionType}
 
     def built(self, made: Try, instance: Any = None) -> None:

@@ -49,18 +49,9 @@ class Equivalent:
         return "\ndef equivalent(" in self.source
 
     def of(self, theirs: Any) -> Any:
-        """Build the program with the weights of a module.
+        """Build the program with a copy of the weights of a module of the sizes that it is written for.
 
-        Args:
-            theirs: An instance of the class that was checked, of the sizes that the program is written for; anything
-                where a function was checked.
-
-        Returns:
-            A module of torch's own parts, with weights of its own, that gives the same numbers; of a function, a
-            function with its signature.
-
-        Raises:
-            ValueError: If the program is not written down.
+        Of a function, it is a function with its signature. ValueError if the program is not written down.
         """
         names = self.names()
         if self.is_function:
@@ -73,17 +64,9 @@ class Equivalent:
         return made.train(theirs.training)
 
     def to_theirs(self, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the weights of the program, or their gradients, where the user's code has them.
+        """Put the weights of the program, or their gradients, into a copy of a state_dict of the user's module.
 
-        Args:
-            ours: A state_dict of the program.
-            theirs: A state_dict of the user's module, which is copied.
-
-        Returns:
-            The copy with the weights of the program.
-
-        Raises:
-            ValueError: If the program is not written down, or is a function, which has no weights of its own.
+        ValueError if the program is not written down, or is a function, which has no weights of its own.
         """
         if self.is_function:
             raise ValueError("the equivalent is a function: its weights are arguments, and need no conversion")

@@ -142,11 +142,7 @@ def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> Table:
 
 
 class Cell:
-    """A text that is folded between words and, where a word is too long, at its joints: after a slash, a colon, a dot.
-
-    Args:
-        text: What it says.
-    """
+    """A text that is folded between words, or in a long word at its joints: after a slash, a colon, a dot."""
 
     def __init__(self, text: str) -> None:
         self.text = text
