@@ -59,7 +59,9 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
             continue
         module = getattr(ready, "__self__", None)  # of a method
         module = module if isinstance(module, nn.Module) else None
-        found = _attentions(Call(ready, given_args, given_kwargs, module), name, intended)
+        call, alike = Call(ready, given_args, given_kwargs, module), dict[Any, Report | None]()
+        found = diagnose_call(call, name=name, intended=dict(intended))
+        found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
         scripted = dict(_scripted(module or ready))
         compared = list(_compared(scripted, name, intended))
         found += [report for report in compared if report.verdict == "partial"] if found else compared
@@ -73,12 +75,6 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
         found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
-
-
-def _attentions(call: Call, name: str, intended: Mapping[str, str]) -> list[Report]:
-    """Judge the attentions of a call; where that does not say what is wrong, what holds one is called otherwise too."""
-    found, alike = diagnose_call(call, name=name, intended=dict(intended)), dict[Any, Report | None]()
-    return [_called_otherwise(report, call.module or call.function, intended, alike) for report in found]
 
 
 def _called_otherwise(

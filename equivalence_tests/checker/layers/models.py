@@ -159,7 +159,8 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
 
 def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
     for path, layers in stacks:
-        yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
+        first, second = ({id(p) for p in layer.parameters()} for layer in layers[:2])
+        yield "layers of their own", "layers_share_parameters" if first and first == second else "", path
         chained = all(_chained(ran, path, i) for i in range(1, len(layers)))
         yield "layers feed one another", "" if chained else "layers_not_chained", path
     if run.target is not None and len(stacks) == 2:
@@ -228,7 +229,8 @@ def next_token_claim(module: nn.Module) -> tuple[str, str]:
 def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
     if run.kind == "image" and stacks:
         mixed = any(_patches_are_mixed(module, run, path) for path in stacks)
-        yield "a token for each patch", "patches_mixed" if mixed else "", _owner_of_patches(module)
+        cuts = next(path for path, child in module.named_modules() if isinstance(child, nn.Conv2d))
+        yield "a token for each patch", "patches_mixed" if mixed else "", cuts.rpartition(".")[0]
     moved = None if run.of_samples else _moved_with_its_place(module, run)
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     # Without ids, tokens may be a set, unless the model holds positions.
@@ -258,12 +260,6 @@ def _patches_are_mixed(module: nn.Module, run: ModelRun, stack: str) -> bool:
     if not before or not after or before[0].shape != after[0].shape:
         return False
     return int((before[0] != after[0]).any(-1).sum()) > 2 * len(other)
-
-
-def _owner_of_patches(module: nn.Module) -> str:
-    """The module that holds what cuts an image into patches."""
-    held = (path for path, child in module.named_modules() if isinstance(child, nn.Conv2d))
-    return next(held).rpartition(".")[0]
 
 
 def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:
@@ -318,11 +314,6 @@ def _stacks(module: nn.Module) -> Iterator[Stack]:
         if len(layers) > 1 and alike and not inside and len(list(layers[0].children())) > 1:
             outer.append(path)
             yield path, layers
-
-
-def _shared(layers: list[nn.Module]) -> bool:
-    first, second = ({id(p) for p in layer.parameters()} for layer in layers[:2])
-    return bool(first) and first == second
 
 
 def _call_of(ran: Run, path: str) -> ModuleCall | None:

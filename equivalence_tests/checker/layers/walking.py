@@ -167,7 +167,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
 def _add_all_parts(walk: Walk) -> list[nn.Module]:
     """Check the parts, one by one, and the wiring of the layers; give these."""
     module = walk.module
-    for path, child in one_of_each(_examined_children(module)):
+    known = ((path, module.get_submodule(path)) for path, kind in atoms_of(module).items() if kind in EXAMINED)
+    for path, child in one_of_each(item for item in known if not is_torchs(item[1])):  # torch's own are right
         _add_child(walk, path, child)
     _add_inline(walk)
     _add_masks_made_inside(walk)
@@ -358,14 +359,6 @@ def _concluded(walk: Walk, subject: Subject) -> Report:
     if report.verdict == "unchecked":
         report.reason = "\n".join(f"{c.name}: {c.detail}" for c in unchecked)
     return report
-
-
-def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the outermost sub-modules of a known kind; torch's own are right."""
-    for path, kind in atoms_of(module).items():
-        child = module.get_submodule(path)
-        if kind in EXAMINED and not is_torchs(child):
-            yield path, child
 
 
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:

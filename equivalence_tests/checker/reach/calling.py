@@ -51,26 +51,31 @@ class Inputs:
     value: Tensor
     may_attend: Tensor | None = None
 
+    def mapped(self, made: Callable[[Tensor], Tensor], of: tuple[str, ...] = ROLES) -> "Inputs":
+        """Make others of some tensors, keeping equal tensors equal."""
+        distinct = {id(x): x for x in (getattr(self, role) for role in of)}
+        others = {key: made(x) for key, x in distinct.items()}
+        query, key, value = (others.get(id(x), x) for x in (self.query, self.key, self.value))
+        return Inputs(query, key, value, self.may_attend)
+
     def cut(self, place: int, count: int) -> "Inputs":
         """Give one of so many pieces of all tokens."""
-        query, key, value = (x.tensor_split(count, 1)[place] for x in (self.query, self.key, self.value))
-        return Inputs(query, key, value, self.may_attend)
+        return self.mapped(lambda x: x.tensor_split(count, 1)[place])
 
     def scaled(self, factor: float, of: tuple[str, ...] = ROLES) -> "Inputs":
-        """Multiply some tensors, keeping equal tensors equal."""
-        scaled = {id(getattr(self, role)): factor * getattr(self, role) for role in of}
-        query, key, value = (scaled.get(id(x), x) for x in (self.query, self.key, self.value))
-        return Inputs(query, key, value, self.may_attend)
+        """Multiply some tensors."""
+        return self.mapped(lambda x: factor * x, of)
 
     def changed(self, sample: int | slice | None = None, token: int | None = None) -> "Inputs":
-        """Change one sample or token of every tensor, each feature by another amount, keeping equal tensors equal."""
-        changed: dict[int, Tensor] = {}
-        for x in (self.query, self.key, self.value):
-            if id(x) not in changed:
-                changed[id(x)] = x.clone()
-                part = changed[id(x)][sample] if sample is not None else changed[id(x)][:, token]
-                part += torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype)  # a LayerNorm would take back a constant
-        return Inputs(changed[id(self.query)], changed[id(self.key)], changed[id(self.value)], self.may_attend)
+        """Change one sample or token of every tensor, each feature by another amount."""
+
+        def other(x: Tensor) -> Tensor:
+            x = x.clone()
+            part = x[sample] if sample is not None else x[:, token]
+            part += torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype)  # a LayerNorm would take back a constant
+            return x
+
+        return self.mapped(other)
 
 
 def held_roles(role: str) -> list[str]:

@@ -90,7 +90,9 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
                 small = True
                 yield instance, sizes
     yield from large
-    for instance in _as_it_stands(target, errors) if not given else ():
+    # With its own defaults, which may fit only each other.
+    plain = [] if given else next(argument_lists(target, SIZES[0]), [])[1:2]
+    if (instance := _first_that_builds(target, plain, errors)) is not None:
         builds = True
         yield instance, SIZES[0]
     if not builds:
@@ -101,13 +103,6 @@ def built_with(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:
     """Build a class with these arguments, in the first ways; give nothing where it cannot be built so."""
     with contextlib.suppress(CannotCheckError):
         yield from itertools.islice(build(target, **given), MOST_BUILDS)
-
-
-def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:
-    """Build the class with its own defaults, which may fit only each other."""
-    plain = itertools.islice((ways[1:2] for ways in argument_lists(target, SIZES[0])), 1)
-    made = (_first_that_builds(target, proposals, errors) for proposals in plain)
-    yield from (instance for instance in made if instance is not None)
 
 
 def _advice(errors: list[str]) -> str:
@@ -289,17 +284,14 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
         return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
     parts = [] if plain else _parts_beside(target, name)[:2]
-    made = [built(found, one) for found in parts for one in _inner(name, sizes)]
+    # What rotates is mostly called on one head.
+    inner = [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]
+    made = [built(found, one) for found in parts for one in inner]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]
     if of_theirs or asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
     return [*(one for one in made if one is not None), *guesses(parameter, sizes, target)]
-
-
-def _inner(name: str, sizes: Sizes) -> list[Sizes]:
-    """Give the sizes of a part that is handed over: what rotates is mostly called on one head."""
-    return [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]
 
 
 def _classes_beside(target: Any) -> list[type]:

@@ -83,7 +83,7 @@ class Crashes:
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
-        if isinstance(error, SyntaxError) and error.filename and _is_readable(error.filename) and _never_parses(error):
+        if isinstance(error, SyntaxError) and error.filename and _is_readable(error.filename):
             self._met[error.filename, error.lineno or 0, str(error)] = _unparsed(error, error.filename)
         last = _last_of_user(error) if isinstance(error, OF_CODE) else None
         if last is None or ABSENCES.used or _stands_in(error):  # what stands in for a package lacks what that has
@@ -109,18 +109,14 @@ class Crashes:
 CRASHES = Crashes()
 
 
-def _unparsed(error: SyntaxError, path: str) -> Crash:
-    """Say of a file which line Python stopped at."""
-    why, fix = "no version of Python reads it", "Close what is open, or take out what closes nothing."
+def _unparsed(error: SyntaxError, path: str) -> Crash | None:
+    """Say where a bracket or string is open, or a sign is none of Python's; a later version may read its f-strings."""
+    why, stack = "no version of Python reads it", code_lines(((path, error.lineno or 0, ""),))
     if SIGNS.search(error.msg):
-        fix = "Take this character out."
-    return Crash(said(error), why, fix, code_lines(((path, error.lineno or 0, ""),)), importing=True)
-
-
-def _never_parses(error: SyntaxError) -> bool:
-    """Whether a bracket or string is open, or a sign is none of Python's; f-strings may be those of a later version."""
+        return Crash(said(error), why, "Take this character out.", stack, importing=True)
     is_open = BRACKETS.search(error.msg) and not IN_STRING.search(f"{error.msg}{error.text}")
-    return bool(SIGNS.search(error.msg) or is_open)
+    fix = "Close what is open, or take out what closes nothing."
+    return Crash(said(error), why, fix, stack, importing=True) if is_open else None
 
 
 def _last_of_user(error: BaseException) -> TracebackType | None:
