@@ -86,10 +86,12 @@ def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, W
         read.append((way, read_wiring(way, atoms, contained)))
         if not (read[-1][1].mistakes or read[-1][1].unread):
             break
-    # Those with the fewest doubts; a memory that is read first may be no memory.
-    return min(
-        read, key=lambda x: (len(x[1].mistakes) + len(x[1].unread), "sublayers_in_another_order" in x[1].mistakes)
-    )
+    return min(read, key=lambda item: _doubts(item[1]))
+
+
+def _doubts(wiring: Wiring) -> tuple[int, bool]:
+    """Count what is wrong or unread under one reading; a memory that is read first may be no memory."""
+    return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
 
 
 def with_memory(walk: Walk, layer: nn.Module) -> Iterator[Trial]:

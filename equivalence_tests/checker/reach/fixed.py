@@ -42,6 +42,16 @@ def function_at(path: str, name: str, line: int) -> ast.FunctionDef | None:
     return next((x for x in functions if x.name == name and spans(x, line)), None)
 
 
+def assigned_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Give what an assignment assigns to, each with its value; nothing for another statement."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        pairs = zip(getattr(target, "elts", ()), getattr(node.value, "elts", ()), strict=False)
+        yield from pairs if several else [(target, node.value)]
+
+
 def named(node: ast.expr, names: Mapping[str, object]) -> object:
     """What a name or an attribute stands for; None where it is neither."""
     match node:

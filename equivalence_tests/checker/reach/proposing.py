@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
+from equivalence_tests.checker.reach.fixed import assigned_in
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.variadic import with_the_rest
 from equivalence_tests.checker.reporting.lines import source_of
@@ -180,7 +181,7 @@ def _only_tested(nodes: Sequence[ast.AST]) -> Iterator[str]:
             case ast.If(test=test) | ast.IfExp(test=test) | ast.UnaryOp(op=ast.Not(), operand=test):
                 tested.add(test)
             case ast.Assign():
-                kept |= {x for own, x in _pairs(node) if getattr(own, "attr", "") == getattr(x, "id", None)}
+                kept |= {x for own, x in assigned_in(node) if getattr(own, "attr", "") == getattr(x, "id", None)}
     loads = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
     uses: dict[str, list[ast.AST]] = {}
     for node in loads:
@@ -188,16 +189,10 @@ def _only_tested(nodes: Sequence[ast.AST]) -> Iterator[str]:
     yield from (name for name, every in uses.items() if {*every} & tested and {*every} <= tested | kept)
 
 
-def _pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Give what an assignment assigns to, each with its value."""
-    target, value = node.targets[0], node.value
-    yield from zip(getattr(target, "elts", [target]), getattr(value, "elts", [value]), strict=False)
-
-
 def _run_by(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Name what is kept as it is, and called under the name that it is kept by."""
     called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
-    kept = itertools.chain.from_iterable(_pairs(node) for node in nodes if isinstance(node, ast.Assign))
+    kept = (pair for node in nodes for pair in assigned_in(node))
     yield from (x.id for own, x in kept if isinstance(x, ast.Name) and ast.unparse(own) in called)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.reach.fixed import nodes_in
+from equivalence_tests.checker.reach.fixed import assigned_in, nodes_in
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_users
 
 
@@ -103,18 +103,9 @@ def _made_at(owner: type, name: str) -> tuple[str, int]:
 
 def _set_to(name: str, method: ast.FunctionDef) -> Iterator[tuple[int, ast.expr]]:
     """Give the lines of a method that set an attribute, and what they set it to."""
-    for statement in ast.walk(method):
-        match statement:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                pairs = [*zip(targets, values, strict=False)]
-            case ast.Assign(targets=targets, value=value):
-                pairs = [(target, value) for target in targets]
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                pairs = [(target, value)]
-            case _:
-                pairs = []
-        inside = ((x, value) for target, value in pairs for x in ast.walk(target) if isinstance(x, ast.Attribute))
-        yield from ((x.lineno, value) for x, value in inside if x.attr == name and isinstance(x.ctx, ast.Store))
+    pairs = (pair for statement in ast.walk(method) for pair in assigned_in(statement))
+    inside = ((x, value) for target, value in pairs for x in ast.walk(target) if isinstance(x, ast.Attribute))
+    yield from ((x.lineno, value) for x, value in inside if x.attr == name and isinstance(x.ctx, ast.Store))
 
 
 def _is_handed_over(value: ast.expr, method: ast.FunctionDef) -> bool:
