@@ -3,8 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,38 +19,12 @@ from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult, Finding
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.instruments.differences import ErrorRatio, compare_errors, largest_value
+from equivalence_tests.instruments.differences import compare_errors, largest_value
 from equivalence_tests.kernels.rewriting import has_compiler, rewritten
 
 __all__ = ["add_compiled"]
 
 NAME = "changed_by_compile"
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One comparison of compiled and eager code."""
-
-    length: int
-    gradients: bool
-    errors: tuple[ErrorRatio, ...]
-    failure: str
-    rewrites: int
-    breaks: int
-
-    @property
-    def wrong(self) -> str:
-        """What is wrong, or ""."""
-        if self.failure:
-            return f"it fails: {self.failure}"
-        return "; ".join(
-            x.misfit or f"{x.name} is off by {x.candidate_error:.2g} (eager: {x.builtin_error:.2g})"
-            for x in self.errors
-            if not x.passed
-        )
-
-    def __str__(self) -> str:
-        return f"{self.length} tokens, {'with' if self.gradients else 'without'} gradients"
 
 
 def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
@@ -65,35 +38,31 @@ def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
             trial = _trial(load(target), str(target), adapter or Adapter())
             # With as many tokens as heads a mix-up of the two axes raises no error.
             ways = itertools.product((trial.sizes.num_heads, 16), (False, True))
-            runs = [_compared(trial, *way, None if compiles else rewritten) for way in ways]
+            runs = {_in_words(*way): _wrong(trial, *way, None if compiles else rewritten) for way in ways}
     except CannotCheckError as error:
         report.notes.append(f"torch.compile was not tried: {error}")
         return
-    wrong = [run for run in runs if run.wrong]
-    report.checks += [CheckResult(f"compiled, {run}", "failed" if run.wrong else "passed", run.wrong) for run in runs]
-    report.notes.append(_in_words(runs, compiles))
+    wrong = {words: said for words, said in runs.items() if said}
+    report.checks += [CheckResult(f"compiled, {x}", "failed" if said else "passed", said) for x, said in runs.items()]
+    uncompiled = "rewritten as torch.compile does first, but not compiled, for want of a C++ compiler"
+    how = "compiled" if compiles else uncompiled
+    report.notes.append(f"torch.compile: {how}; right in {len(runs) - len(wrong)} of {len(runs)} runs.")
     if wrong:
         report.findings.append(_finding(wrong))
         report.verdict = "deviates"
 
 
-def _in_words(runs: Sequence[_Run], compiles: bool) -> str:
-    uncompiled = "rewritten as torch.compile does first, but not compiled, for want of a C++ compiler"
-    done = "compiled" if compiles else uncompiled
-    same, breaks = sum(not run.wrong for run in runs), max(run.breaks for run in runs)
-    rewritten_too = any(run.rewrites for run in runs)
-    fused = "was replaced by scaled_dot_product_attention" if rewritten_too else "was not recognised as attention"
-    return f"torch.compile: {done}; right in {same} of {len(runs)} runs; it {fused}; graph breaks: {breaks}."
+def _in_words(length: int, gradients: bool) -> str:
+    return f"{length} tokens, {'with' if gradients else 'without'} gradients"
 
 
-def _finding(wrong: Sequence[_Run]) -> Finding:
-    runs = ". ".join(f"{run}: {run.wrong}" for run in wrong[:3])
-    reason = " Inductor replaces what looks like attention by its own kernel (pytorch/pytorch#195320)."
-    reason = reason if any(run.rewrites or run.failure for run in wrong) else ""
+def _finding(wrong: Mapping[str, str]) -> Finding:
+    runs = ". ".join(f"{words}: {said}" for words, said in itertools.islice(wrong.items(), 3))
     return Finding(
         NAME,
         "context",
-        f"Under torch.compile the code does not compute what it computes in eager mode. {runs}.{reason}",
+        f"Under torch.compile the code does not compute what it computes in eager mode. {runs}. "
+        "Inductor may replace what looks like attention by its own kernel (pytorch/pytorch#195320).",
         fix="Transpose the keys in two steps, k.transpose(1, 2) and k.transpose(-2, -1), or call "
         "F.scaled_dot_product_attention; torch.compiler.disable keeps the function out.",
     )
@@ -112,30 +81,30 @@ def _trial(found: Any, name: str, adapter: Adapter) -> Trial:
     raise CannotCheckError("no way was found to call it")
 
 
-def _compared(trial: Trial, length: int, gradients: bool, backend: Any) -> _Run:
-    from torch._dynamo.utils import counters
-
+def _wrong(trial: Trial, length: int, gradients: bool, backend: Any) -> str:
+    """Say where compiled code differs from the same in eager mode; "" if nowhere."""
     torch._dynamo.reset()
-    counters.clear()
     exact = _outputs(trial, length, gradients, torch.float64, lambda function: function)
     eager = _outputs(trial, length, gradients, torch.float32, lambda function: function)
     options: dict[str, Any] = {"dynamic": False} | ({"backend": backend} if backend else {})
-    failure, compiled = "", {}
     try:
         with torch._inductor.config.patch(compile_threads=1):
             compiled = _outputs(trial, length, gradients, torch.float32, lambda f: torch.compile(f, **options))
     except Exception as error:  # a compiler fails in any way
         lines = str(error).splitlines()
-        failure = next((line for line in lines if "Error: " in line), said(error))
+        return f"it fails: {next((line for line in lines if 'Error: ' in line), said(error))}"
     largest = {
         kind: largest_value([x for name, x in exact.items() if (name == "output") == kind]) for kind in (True, False)
     }
-    errors = tuple(
+    errors = (
         compare_errors(x, eager[name], exact[name], name=name, largest=largest[name == "output"])
         for name, x in compiled.items()
     )
-    counts = counters["inductor"]["fuse_attention"], sum(counters["graph_break"].values())
-    return _Run(length, gradients, errors, failure, *counts)
+    return "; ".join(
+        x.misfit or f"{x.name} is off by {x.candidate_error:.2g} (eager: {x.builtin_error:.2g})"
+        for x in errors
+        if not x.passed
+    )
 
 
 def _outputs(

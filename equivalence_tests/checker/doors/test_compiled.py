@@ -53,8 +53,7 @@ def test_right_code_stays_right(code: str) -> None:
     assert report.verdict == "equal"
     assert [check.outcome for check in report.checks] == ["passed"] * 4
     (note,) = report.notes
-    assert "for want of a C++ compiler; right in 4 of 4 runs" in note
-    assert note.endswith("graph breaks: 0.")
+    assert note.endswith("for want of a C++ compiler; right in 4 of 4 runs.")
 
 
 def doubled(graph: torch.fx.GraphModule, _: Any) -> Any:
