@@ -182,7 +182,7 @@ def _add_crashes(report: Report) -> None:
 
 def _add_unregistered(report: Report) -> None:
     """Report the modules that were found in plain lists."""
-    for one in REGISTERING.found:
+    for one in REGISTERING.found.values():
         facts = {"what": f"self.{one.name}", "kind": one.kind, "to": f"nn.Module{one.kind.title()}"}
         facts["to"] = facts["to"].replace("Tuple", "List")
         evidence = f"parameters() and state_dict() name none of the {one.weights} parameters in it."

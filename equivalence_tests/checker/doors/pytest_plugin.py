@@ -17,12 +17,12 @@ from equivalence_tests.checker.doors.discovery import READ, Candidate, candidate
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.intended import check_intended, reasons
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reporting.lines import OURS
 from equivalence_tests.checker.reporting.report import Report
 
 if TYPE_CHECKING:
     from equivalence_tests.checker.doors.watch import Watched
 
-OURS = Path(__file__).resolve().parents[3]
 ANSWERS = pytest.StashKey["Answers"]()
 PASS = {False: ("equal",), True: ("equal", "partial")}
 

@@ -13,15 +13,13 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reporting.lines import CHECKER, OURS
 from equivalence_tests.checker.reporting.report import Report
 
-CHECKER = str(Path(__file__).parents[1])
-OURS = str(Path(__file__).resolve().parents[3])
 HEARTBEAT_SECONDS = 1.0
 
 
@@ -51,7 +49,7 @@ def work(
 def _look_like_a_plain_process() -> None:
     """Hide from the user's code that ``multiprocessing`` started it, and from ours a folder that is called scratch."""
     sys.argv[1:] = []
-    sys.path.insert(0, OURS)
+    sys.path.insert(0, str(OURS))
     multiprocessing.set_start_method(None, force=True)
 
 

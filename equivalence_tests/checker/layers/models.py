@@ -140,7 +140,7 @@ def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
     if run.length_first:
         yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
     later = reads_later_tokens(run) if run.kind != "stack" else None
-    if later is not None and not run.masked:
+    if later is not None and not run.masks:
         words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
         yield "the model: an output reads", words, ""
 
@@ -200,7 +200,7 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
     later = None if run.kind == "stack" else reads_later_tokens(run)
     if later is None and asked and run.target is None:  # what comes back is of the last token alone
         later = looks_ahead(walk.module, run)
-    if run.masked and (run.target is not None or "mask" in calls or not calls):
+    if run.masks and (run.target is not None or "mask" in calls or not calls):
         if asked and later and run.target is None:
             walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is handed over")
         return

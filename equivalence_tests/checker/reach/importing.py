@@ -25,9 +25,8 @@ from equivalence_tests.checker.reach.crashes import CRASHES, Crash
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.fixed import nodes_in, tree_of
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
-from equivalence_tests.checker.reporting.lines import code_lines, raised_at
+from equivalence_tests.checker.reporting.lines import OURS, code_lines, raised_at
 
-OURS = Path(__file__).resolve().parents[3]
 OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")
 PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")  # one of them stands at its root
 DEEPEST, NEAR = 6, 4  # folders between a file and the root of its project, and where nothing shows which that is

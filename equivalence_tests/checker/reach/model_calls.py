@@ -61,11 +61,6 @@ class ModelRun:
     patch: int = 1  # width of the patches of an image
     of_samples: bool = False
 
-    @property
-    def masked(self) -> bool:
-        """Whether masks come from outside."""
-        return bool(self.masks)
-
     def call(self, source: Tensor, target: Tensor | None) -> Tensor:
         """Run it with masks that hide nothing."""
         return self.run(source, target, {})

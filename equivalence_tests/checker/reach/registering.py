@@ -31,12 +31,7 @@ class Registering:
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self._met: dict[tuple[type, str], Unregistered] = {}
-
-    @property
-    def found(self) -> list[Unregistered]:
-        """List what was met."""
-        return [*self._met.values()]
+        self.found: dict[tuple[type, str], Unregistered] = {}
 
     def register(self, module: Any) -> None:
         """Register what a module and the modules in it keep in lists, tuples and dictionaries."""
@@ -47,7 +42,7 @@ class Registering:
                 if line:
                     weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
                     found = Unregistered(name, type(kept).__name__, weights, code_lines(((file, line, ""),)))
-                    self._met.setdefault((type(owner), name), found)
+                    self.found.setdefault((type(owner), name), found)
                     with contextlib.suppress(Exception):  # a class may refuse to be given anything
                         setattr(owner, name, made := _as_modules(kept))
                         waiting += made.modules()

@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+OURS = Path(__file__).resolve().parents[3]
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.
