@@ -15,10 +15,7 @@ VALUES = "check_values"  # the one check of a part
 
 
 def reasons(options: Sequence[str]) -> dict[str, str]:
-    """Read what is given as NAME=REASON.
-
-    Raises:
-        ValueError: If it is something else.
+    """Read what is given as NAME=REASON; ValueError for anything else.
 
     >>> reasons(["scale_missing=as T5"])
     {'scale_missing': 'as T5'}
@@ -34,9 +31,6 @@ def reasons(options: Sequence[str]) -> dict[str, str]:
 
 def check_intended(intended: Mapping[str, str]) -> Mapping[str, str]:
     """Give the deviations that are on purpose, and the checks that may fail, if each is one that could be.
-
-    Raises:
-        ValueError: If a name is none, or has no reason.
 
     >>> check_intended({"scale_mising": "as T5"})
     Traceback (most recent call last):

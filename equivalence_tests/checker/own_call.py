@@ -29,18 +29,11 @@ NO_ATTENTION = "No attention runs in"
 
 
 def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, str]) -> list[Report]:
-    """Run a call once, watched, and judge every attention in it.
+    """Run a call once, watched, and judge every attention in it, in their order.
 
     A module is copied, put into eval mode and into float64, or left in its own precision if it does not run in float64.
-
     The inputs are a dictionary of arguments by name, a tuple or list of arguments, both as (args, kwargs), one tensor,
     or a function that gives any of these.
-
-    Returns:
-        One report for each attention that ran, in their order.
-
-    Raises:
-        CannotCheckError: If the call fails, or no attention runs in it.
     """
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise CannotCheckError(

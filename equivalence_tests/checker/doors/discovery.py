@@ -63,11 +63,7 @@ def names_one_thing(target: str) -> bool:
 
 
 def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
-    """List what a file, a folder, a package or a notebook defines that can be checked, and why files could not be read.
-
-    Raises:
-        CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
-    """
+    """List what a file, a folder, a package or a notebook defines that can be checked, and why others are unread."""
     files, read, unread = list(_files(target)), dict[Path, list[Definition]](), dict[str, str]()
     for file in files:
         try:

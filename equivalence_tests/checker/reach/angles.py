@@ -22,14 +22,10 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class AngleForm:
-    """One form in which angles are handed over.
+    """One form in which angles are handed over; an argument called cos, sin or cos_sin gets just these."""
 
-    Args:
-        kind: "complex" (cos + i sin), "stacked" (a last axis of cosine and sine), "angles", "both" (a tuple of cosines
-            and sines), "encoding" (sines and cosines as wide as the tokens), or "part" (a module that rotates). An
-            argument called cos, sin or cos_sin gets just these.
-    """
-
+    # "complex" (cos + i sin), "stacked" (a last axis of cosine and sine), "angles", "both" (a tuple of cosines and
+    # sines), "encoding" (sines and cosines as wide as the tokens), or "part" (a module that rotates)
     kind: str
     places: str = "once"  # one of ``PLACES``
     axes: str = "l c"  # "l c" for (len, columns), with a 1 for each axis of that size around the length

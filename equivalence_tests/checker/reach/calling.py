@@ -96,8 +96,6 @@ class CallPlan:
             mask, neutral (a mask that hides nothing; "neutral query" and "neutral key" are of the tokens of one side),
             angles (of rotary positions), positions of the queries or of the keys, a constant written "=None", "=False",
             "=d_k", or a list, "[query, key, value]", where what stands twice is cut into pieces).
-        key_heads: How many heads keys and values are handed over with, where heads are; 0 for as many as queries.
-        step: The layout of queries that are one time step, one of ``STEPS``; "" where they are laid out as the others.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -107,8 +105,8 @@ class CallPlan:
     neutral: MaskForm | None = None  # the mask that hides nothing, where one is required
     angles: AngleForm | None = None  # the form of the angles, where they are an argument
     output: int = 0  # index of the output among the tensors that come back
-    key_heads: int = 0
-    step: str = ""
+    key_heads: int = 0  # how many heads keys and values are handed over with, where heads are; 0 for as many as queries
+    step: str = ""  # the layout of queries that are one time step, one of ``STEPS``; "" where they lie as the others
     returned: str = ""  # the layout of what comes back for that step
 
     @property

@@ -63,11 +63,7 @@ MOST_GUESSES, MOST_CONFIGS = 60, 3
 
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
-    """Construct instances of a class or from a factory, each with the sizes asked for, the most telling sizes first.
-
-    Raises:
-        CannotCheckError: If no attempt succeeds, with the last error of the constructor.
-    """
+    """Construct instances of a class or from a factory, each with the sizes asked for, the most telling sizes first."""
     errors: list[str] = []
     builds, small, making = False, False, _Making()
     large = list[tuple[Any, Sizes]]()
@@ -241,9 +237,8 @@ def _first_that_builds(
 def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing.
 
-    Yields:
-        For each guess at the required ones, all arguments: with sizes for optional ones, then without, then with sizes
-        for those that default to None, too.
+    Each guess at the required ones comes with sizes for optional ones, then without, then with sizes for those that
+    default to None, too.
     """
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]

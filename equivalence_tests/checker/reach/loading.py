@@ -32,16 +32,8 @@ INPLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 def load(target: Any, run_all: bool = False) -> Any:
     """Import what a string names; anything else stands for itself.
 
-    Args:
-        target: "file.py:Name", "notebook.ipynb:Name", "module.path:Name" (each with ``.attribute`` after it) or an
-            object.
-        run_all: Run every cell of a notebook, not only its imports and definitions.
-
-    Returns:
-        The class, function or instance.
-
-    Raises:
-        CannotCheckError: If there is no such file, module or name, or if importing it fails.
+    It names "file.py:Name", "notebook.ipynb:Name" or "module.path:Name", each with ``.attribute`` after it; of a
+    notebook every cell is run, or only its imports and definitions.
 
     >>> load("math:sqrt")(9.0)
     3.0
@@ -76,10 +68,7 @@ def _member(owner: Any, name: str, place: str) -> Any:
 
 
 def with_signature(target: Any) -> Any:
-    """Give a function written in C the signature that its docstring shows, and a class of no framework a module.
-
-    Returns:
-        The object itself, or a function around it where Python cannot tell its arguments.
+    """Give a function written in C the signature that its docstring shows, and make modules of other classes.
 
     >>> inspect.signature(with_signature(nn.functional.scaled_dot_product_attention)).parameters["is_causal"]
     <Parameter "is_causal=False">
@@ -248,10 +237,7 @@ def check_forward(found: Any) -> None:
 
 
 def inside_wrappers(found: Any) -> tuple[Any, tuple[str, ...]]:
-    """Look through what only hands its calls on to a module: compiled, data parallel, sharded.
-
-    Returns:
-        The module inside, or the object itself; and the names of the wrappers around it, from the outside in.
+    """Look through what only hands its calls on to a module, compiled, data parallel or sharded, and name the wrappers.
 
     >>> inside_wrappers(nn.DataParallel(nn.Linear(3, 2)))
     (Linear(in_features=3, out_features=2, bias=True), ('DataParallel',))

@@ -43,23 +43,17 @@ Drawn = tuple[str, list[Tensor], int]  # what it is, the tensors and the width o
 
 @dataclass(frozen=True)
 class ModelRun:
-    """How a model is called.
+    """How a model is called."""
 
-    Args:
-        run: Gives the output, (batch, len, features), of source, target and masks by name.
-        kind: What the sequences are: ids, features, an image, what goes into a stack of layers, or, of a decoder that
-            embeds its own ids, a memory and ids.
-        of_samples: Whether it is given something of each sample beside the tokens, the same in each call.
-    """
-
-    run: Callable[[Tensor, Tensor | None, Given], Tensor]
+    run: Callable[[Tensor, Tensor | None, Given], Tensor]  # of source, target and masks: (batch, len, features)
     source: Tensor  # the source, batch first; the only sequence where there is one
     target: Tensor | None  # the target; None where there is one sequence
     masks: tuple[str, ...] = ()  # names of the masks that come from outside
+    # What the sequences are: ids, features, an image, what goes into a stack of layers, or a memory and ids.
     kind: str = "ids"
     length_first: bool = False  # whether the length comes before the batch
     patch: int = 1  # width of the patches of an image
-    of_samples: bool = False
+    of_samples: bool = False  # whether it is given something of each sample beside the tokens, the same in each call
 
     def call(self, source: Tensor, target: Tensor | None) -> Tensor:
         """Run it with masks that hide nothing."""

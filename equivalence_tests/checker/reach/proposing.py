@@ -144,10 +144,9 @@ def other_options(target: Any) -> Iterator[tuple[str, str | int]]:
 def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
     """Say what a constructor does with its arguments, or a class of its module that it hands them to.
 
-    Returns:
-        For each name "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
-        "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, "runs", if it
-        is called as a sub-module is, or "decides", if all that is asked is whether it is true.
+    That is, for each name, "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
+    "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, "runs", if it is
+    called as a sub-module is, or "decides", if all that is asked is whether it is true.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = dict.fromkeys(_only_tested(nodes_of(target)), "decides")
@@ -211,10 +210,7 @@ def _signature(target: Any, eval_str: bool) -> inspect.Signature | None:
 
 
 def held_by_arguments(function: Any) -> dict[str, tuple[str, ...]]:
-    """Name what a function, or the forward of a module, takes out of each argument that holds several tensors.
-
-    Returns:
-        For each such argument the variables that its tensors become, "" for one without a name, or ``JOINED``.
+    """Name the variables that a function takes out of each argument that holds several tensors; else ``JOINED``.
 
     >>> def attention(inputs, mask): ...
     >>> held_by_arguments(attention)

@@ -71,10 +71,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 @contextlib.contextmanager
 def preserved_global_state() -> Iterator[io.StringIO]:
-    """Restore seeds, default dtype and device and all of ``SETTINGS``, and keep what is printed.
-
-    Returns:
-        A context manager that gives the buffer of what was printed.
+    """Restore seeds, default dtype and device and all of ``SETTINGS``, and give a buffer of what is printed.
 
     >>> with preserved_global_state():
     ...     torch.set_default_dtype(torch.float64)

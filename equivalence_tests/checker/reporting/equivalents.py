@@ -23,25 +23,19 @@ WRITTEN = "<equivalent>"  # what its lines are said to be of
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Torch's own program with the user's weights, as Python, and how it compares.
+    """Torch's own program with the user's weights, as Python, and how it compares."""
 
-    Args:
-        source: The program: a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down.
-        steps: What torch's formula does not have, each with the evidence that it is intended.
-        torchs: The one module of torch that is the whole, as Python: "nn.LayerNorm(512)"; "" where there is none.
-    """
-
-    source: str
+    source: str  # a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down
     unwritten: str  # why it is not
     theirs: str  # the source of the code that was checked
     handed: tuple[str, ...]  # the paths of the user's own sub-modules that the program calls as they are
-    steps: tuple[tuple[str, str], ...]
+    steps: tuple[tuple[str, str], ...]  # what torch's formula does not have, and the evidence that it is intended
     compared: tuple[str, ...] = ()  # the calls in which whole outputs were compared
     not_run: tuple[str, ...] = ()  # those that could not be
     difference: float = math.inf  # the greatest difference in any of them, relative to the largest value
     where: str = ""  # in which, and of what
     agrees: bool = False  # whether that is rounding
-    torchs: str = ""
+    torchs: str = ""  # the one module of torch that is the whole, as in "nn.LayerNorm(512)"
 
     @property
     def is_function(self) -> bool:

@@ -27,14 +27,9 @@ ROUNDING, ABOVE_ROUNDING = 1e-9, 1e-6
 
 @dataclass(frozen=True)
 class Proof:
-    """What happens when the right value is put in and the user's own code goes on.
+    """What happens when the right value is put in and the user's own code goes on."""
 
-    Args:
-        error: The greatest difference from torch with this and every other finding put right, relative to the largest
-            value.
-    """
-
-    error: float
+    error: float  # the greatest difference from torch with all findings put right, relative to the largest value
     without: float  # the same with every other finding put right, but not this one
     inputs: int  # on how many fresh inputs
     rounding: float = ROUNDING  # the greatest difference that is rounding: more where a part computes in float32
@@ -47,11 +42,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake, or one deviation that is intended.
-
-    Args:
-        stack: The lines that ran, the outermost of the user's class first, the guilty one last; empty if unknown.
-    """
+    """One mistake, or one deviation that is intended."""
 
     name: str  # its short identifier; "changed_by_clamp" where no catalogue knows it
     stage: str  # where it stands: "project", "split", "product", "scale", "mask", "softmax", "context", "merge", ...
@@ -59,7 +50,7 @@ class Finding:
     have: str = ""  # the formula that the code computes
     want: str = ""  # the formula that it should compute
     fix: str = ""  # what to change
-    stack: tuple[CodeLine, ...] = ()
+    stack: tuple[CodeLine, ...] = ()  # the lines that ran, the outermost of the user's class first, the guilty one last
     proof: Proof | None = None  # what putting it right does; None where nothing was put right
     evidence: str = ""  # why we are sure where nothing was put right
     on_purpose_in: str = ""  # which well-known models do this on purpose; "" if none does

@@ -23,24 +23,18 @@ from equivalence_tests.checker.reporting.rendering import (
 
 @dataclass(repr=False)
 class Report(Shown):
-    """The report of ``verify`` on one attention, layer, part or model.
-
-    Args:
-        verdict: "equal" (except where ``intended``), "partial" (equal as far as it ran), "deviates" or "unchecked".
-        suspected: What may be wrong though no number shows it; no line is blamed for it.
-        conventions: What was found out about the code: (what, as found, as torch.nn has it).
-        checks: The results of the small checks, such as that two calls agree.
-    """
+    """The report of ``verify`` on one attention, layer, part or model."""
 
     target: str  # what was checked
     kind: str = ""  # what it is: "multi-head attention", "decoder layer", ...
-    verdict: Verdict = "unchecked"
+    verdict: Verdict = "unchecked"  # "equal" (except where ``intended``), "partial" (as far as it ran) or "deviates"
     findings: list[Finding] = field(default_factory=list)  # what is wrong
-    suspected: list[Finding] = field(default_factory=list)
+    suspected: list[Finding] = field(default_factory=list)  # what may be wrong though no number shows it
     intended: list[Finding] = field(default_factory=list)  # what deviates from torch's formula on purpose
     coverage: list[Exercise] = field(default_factory=list)  # what the code offers, exercised or not
+    # What was found out about the code: (what, as found, as torch.nn has it).
     conventions: list[tuple[str, str, str]] = field(default_factory=list)
-    checks: list[CheckResult] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)  # the small ones, such as that two calls agree
     notes: list[str] = field(default_factory=list)  # anything else that the user should know
     reason: str = ""  # why it could not be checked, or what differs where no finding says so; "" otherwise
     place: str = ""  # path of the module that runs it, where it is one of several in a call; "" otherwise
