@@ -5,7 +5,6 @@ the rest is given to a new one.
 """
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -21,7 +20,6 @@ from typing import Any
 
 from equivalence_tests.checker.reporting.report import Report
 
-WORKER = "equivalence_tests.checker.doors.worker"
 # A process that took no CPU time for so long waits for something that does not come. A busy machine is no reason.
 STILL_SECONDS = 60.0
 TAKES_PART = 0.05  # seconds of CPU time; the worker's heartbeat alone takes far less
@@ -87,7 +85,9 @@ def _started(requests: Sequence[Request], limits: Limits) -> "Iterator[_Worker]"
 
 def _work(*given: Any) -> None:
     """Import what needs torch in the worker alone."""
-    importlib.import_module(WORKER).work(*given)
+    from equivalence_tests.checker.doors import worker
+
+    worker.work(*given)
 
 
 @dataclass(frozen=True)

@@ -60,24 +60,23 @@ def _blamed(report: Report) -> list[Finding]:
 
 def _suite(report: Report) -> ElementTree.Element:
     suite = ElementTree.Element("testsuite", name=f"verify {report.title}")
+
+    def add(name: str, tag: str = "", message: str = "", text: str | None = None) -> None:
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=name)
+        if tag:
+            ElementTree.SubElement(case, tag, message=message).text = text
+
     for finding in report.findings:
-        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=finding.name)
-        ElementTree.SubElement(case, "failure", message=finding.sentence).text = _message(finding)
-    explained = ("failed",) if report.findings else ()  # what only follows from a finding
+        add(finding.name, "failure", finding.sentence, _message(finding))
     for check in report.checks:
-        if check.outcome in explained:
-            continue
-        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=check.name)
-        if check.outcome == "failed":
-            ElementTree.SubElement(case, "failure", message=check.detail)
-        elif check.outcome != "passed":
-            ElementTree.SubElement(case, "skipped", message=check.detail)
+        if check.outcome != "failed" or not report.findings:  # else it only follows from a finding
+            tag = {"passed": "", "failed": "failure"}.get(check.outcome, "skipped")
+            add(check.name, tag, check.detail)
     if report.verdict in ("unchecked", "partial"):
-        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name="could_be_checked")
         missing = report.reason or "; ".join(f"{x.what}: {x.detail}" for x in report.not_exercised)
-        ElementTree.SubElement(case, "error" if report.verdict == "unchecked" else "skipped", message=missing)
+        add("could_be_checked", "error" if report.verdict == "unchecked" else "skipped", missing)
     if not len(suite):
-        ElementTree.SubElement(suite, "testcase", classname=report.title, name="equal")
+        add("equal")
     for outcome, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(outcome, str(len(suite.findall(f"testcase/{tag}"))))
     suite.set("tests", str(len(suite)))
