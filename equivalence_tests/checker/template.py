@@ -92,7 +92,8 @@ class _Script:
         return parameters_of(getattr(self.found, "forward", self.found))[inspect.isclass(self.found) :]
 
     def _guessed(self) -> dict[str, Any]:
-        x, required = torch.randn(*_SHAPE), (p for p in self._parameters() if p.default is p.empty)
+        x = torch.randn(SIZES[0].batch, SIZES[0].query_len, SIZES[0].embed_dim)
+        required = (p for p in self._parameters() if p.default is p.empty)
         return {p.name: None if role_of_parameter(p.name) == "mask" else x for p in required}
 
     def _arguments(self, call: Try) -> str:
@@ -138,9 +139,6 @@ class _Script:
         name = re.sub(r"\W|^(?=\d)", "_", named)
         self.loads[name] = f'load("{place or _home(found)}")' if place or _home(found) else "...  # import it here"
         return name
-
-
-_SHAPE = (SIZES[0].batch, SIZES[0].query_len, SIZES[0].embed_dim)
 
 
 def one_line(error: str) -> str:

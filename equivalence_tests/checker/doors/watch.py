@@ -26,8 +26,6 @@ from equivalence_tests.checker.reporting.rendering import Shown
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify, without
 
-NOTHING = "No attention ran while watching."
-
 
 @dataclass(repr=False)
 class Watched(Shown):
@@ -60,7 +58,7 @@ class Watched(Shown):
 
     def __rich__(self) -> Group:
         """Lay all reports out, one below the other."""
-        notes = self.notes if self.reports or self.notes else [NOTHING]
+        notes = self.notes if self.reports or self.notes else ["No attention ran while watching."]
         shown: list[RichCast | Text] = [*self.reports, *map(Text, notes)]
         return Group(*(Padding(part, (int(number > 0), 0, 0, 0)) for number, part in enumerate(shown)))
 
