@@ -1,5 +1,7 @@
 """Linear attention and pooling have no twin in torch.nn: that is said, and weights of a pooling sum to one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +103,23 @@ def test_what_has_no_twin_is_said_to_have_none(right: type[nn.Module], said: str
     report = verify(right)
     assert report.verdict == "unchecked", str(report)
     assert said in report.reason
+
+
+class WithABackwardToCome(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context.save_for_backward(q, k, v)
+        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def test_a_function_with_a_backward_of_its_own_is_applied() -> None:
+    report = verify(WithABackwardToCome)
+    assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
+    assert "it cannot be called with gradients (NotImplementedError" in report.reason
 
 
 OVER_SAMPLES = (OfOneQueryOverSamples, OfAWiderMemoryOverSamples)

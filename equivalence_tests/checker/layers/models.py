@@ -61,10 +61,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
         walk.skip(WHOLE_MODEL, f"on other tokens it raised {type(error).__name__}: {error}")
     for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
         walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
-    later = reads_later_tokens(run) if run.kind != "stack" and not run.masks else None
-    if later is not None:  # right in a classifier, wrong in a model that predicts the next token
-        words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
-        walk.report.conventions.append(("the model: an output reads", words, ""))
+    walk.report.conventions += list(_model_rows(run))
 
 
 def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:
@@ -136,6 +133,16 @@ def _length_first_built(module: nn.Module) -> Frames:
         if found and is_users(path := made.__code__.co_filename):
             return ((path, made.__code__.co_firstlineno + found.string[: found.start()].count("\n"), "__init__"),)
     return ()
+
+
+def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say whether outputs read later tokens: right in a classifier, wrong in a model that predicts the next token."""
+    if run.length_first:
+        yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
+    later = reads_later_tokens(run) if run.kind != "stack" else None
+    if later is not None and not run.masks:
+        words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
+        yield "the model: an output reads", words, ""
 
 
 def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:

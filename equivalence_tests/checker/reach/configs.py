@@ -21,6 +21,11 @@ ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype
 
 OF_SCORES = re.compile(r"scal|multipl|temper|factor|alpha|beta|cap|coef")  # no sizes
 
+SECTION = re.compile(
+    r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
+)
+ENTRY_OF_A_PART = re.compile(r"^(self|cross|masked|multi_?head)_?(attention|attn)$")
+
 
 class ImitatedConfig:
     """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says.
@@ -53,6 +58,8 @@ class ImitatedConfig:
         return value
 
     def _answer(self, name: str) -> Any:
+        if SECTION.search(name.lower()):
+            return self
         absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
         known, value = (False, None) if absent else value_for(name, self._sizes)
         if self._otherwise and (ambiguous := first_match(name, AMBIGUOUS, None)):
@@ -72,6 +79,8 @@ class ImitatedConfig:
 
     def __getitem__(self, name: str) -> Any:
         self.is_subscripted = True
+        if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
+            return self
         try:
             return getattr(self, name)
         except AttributeError as error:

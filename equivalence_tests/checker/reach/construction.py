@@ -5,12 +5,14 @@ size for.
 """
 
 import contextlib
+import enum
 import functools
 import inspect
 import itertools
 import math
 import re
 import sys
+import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -272,6 +274,10 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     runs = used_as(target).get(parameter.name) == "runs"
     plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name) or (used_as(target).get(name) and not runs)
     of_theirs = isinstance(asked, type) and issubclass(asked, nn.Module) and not asked.__module__.startswith("torch.")
+    if typing.get_origin(asked) is type or (name.endswith(("_cls", "_class")) and not (plain or of_theirs)):
+        return [*_parts_beside(target, name)[:2], nn.LayerNorm]
+    if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
+        return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
     parts = [] if plain else _parts_beside(target, name)[:2]
     # What rotates is mostly called on one head.
     inner = [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]

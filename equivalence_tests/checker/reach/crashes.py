@@ -183,6 +183,10 @@ def _fault_of_call(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("what is passed is written out in this line", "Pass what is taken there.")
         case TypeError() if overloads := TAKES.search(str(error)):
             return _in_no_overload(overloads[1], str(error))
+        case NotImplementedError() if outside := _forward_outside(error):
+            return Fault(
+                "its class has none: this one stands outside", "Indent it as the class's methods are.", outside
+            )
         case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
             return Fault("a mask is a tensor, which is neither True nor False", "Ask whether it is not None.")
     return _of_one_type(error, last) if isinstance(error, AttributeError | TypeError) else None
@@ -223,6 +227,17 @@ def _in_no_overload(given: str, text: str) -> Fault | None:
         if by_name <= {*optional, *required} and len({*required} - by_name) <= len(by_place):
             return None
     return Fault(f"no form of it takes ({given})", "Pass what one of its forms takes.") if forms else None
+
+
+def _forward_outside(error: BaseException) -> Place | None:
+    """Find the forward that is written outside its class, where a module has none."""
+    owner = type([frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)][-1])
+    file = str(getattr(sys.modules.get(owner.__module__), "__file__", ""))
+    if not _is_readable(file) or getattr(owner, "forward", None) is not nn.Module.forward:
+        return None
+    inside = {x for one in nodes_in(file) if isinstance(one, ast.ClassDef) for x in one.body}
+    written = (x for x in nodes_in(file) if isinstance(x, ast.FunctionDef) and x.name == "forward" and x not in inside)
+    return next(((file, x.lineno) for x in written if x.args.args[:1] and x.args.args[0].arg == "self"), None)
 
 
 def _is_tested_mask(last: TracebackType) -> bool:

@@ -68,13 +68,17 @@ def _member(owner: Any, name: str, place: str) -> Any:
 
 
 def with_signature(target: Any) -> Any:
-    """Give a function written in C the signature that its docstring shows, and make modules of other classes.
+    """Give a function written in C the signature that its docstring shows, an autograd function that of its forward.
+
+    Modules are made of classes of no framework.
 
     >>> inspect.signature(with_signature(nn.functional.scaled_dot_product_attention)).parameters["is_causal"]
     <Parameter "is_causal=False">
     """
     if isinstance(target, torch.jit.ScriptFunction):
         return _signed(target, scripted_signature(target.schema))
+    if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
+        return _applied(target)
     if inspect.isclass(target) and _has_only_a_forward(target):
         return _called_by_its_forward(target)
     if inspect.isfunction(target) and _is_of_numpy(target):
@@ -213,6 +217,15 @@ def _keeping_gradients(array: Any, given: Collection[int]) -> Iterator[None]:
     operations: dict[str, Any] = {name: operation(getattr(array, name), name) for name in INPLACE}
     with mock.patch.multiple(array, **operations):
         yield
+
+
+def _applied(target: type[torch.autograd.Function]) -> Any:
+    """Give a function that calls one with a backward of its own: that itself takes no arguments by name."""
+    own = inspect.signature(target.forward)
+    given = list(own.parameters.values())[0 if "setup_context" in vars(target) else 1 :]
+    signature = own.replace(parameters=given)
+
+    return _signed(lambda *args, **kwargs: target.apply(*signature.bind(*args, **kwargs).args), signature)
 
 
 def _signed(target: Any, signature: inspect.Signature) -> Any:

@@ -35,6 +35,31 @@ def noted(tmp_path: Path, text: str) -> list[Crash]:
     return CRASHES.found
 
 
+OUTSIDE = """
+class Mine(nn.Module):
+    def __init__(self, dim=4):
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x):
+        return self.part(x)
+
+
+class Part(nn.Module):
+    pass
+
+
+def forward(self, x):
+    return x
+"""
+
+
+@pytest.mark.parametrize(("change", "line"), [(("", ""), 20), (("def forward(self, x):\n    return x", ""), None)])
+def test_a_forward_outside_its_class_is_named(tmp_path: Path, change: tuple[str, str], line: int | None) -> None:
+    crashes = noted(tmp_path, HEAD + OUTSIDE.replace(*change))
+    assert [one.stack[-1].number for one in crashes] == ([] if line is None else [line])
+
+
 SELF = "return self.projection(x)"
 OWN = {
     "a misspelt attribute": (SELF, "Is self.project meant?", {}),
