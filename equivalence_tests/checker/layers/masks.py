@@ -4,6 +4,7 @@ A mask that hides one token is handed over, in every form, or one token becomes 
 which no query gives any weight is hidden in that attention. What changes in that is what the mask does.
 """
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,8 @@ from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelR
 from equivalence_tests.checker.reach.state import ask
 
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
+# What distinguishes two masks of one kind: whose tokens they hide.
+WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
 TARGET = "arg:1"  # how a watched run names it
@@ -62,6 +65,12 @@ class Mask:
         """Give the mask of the only tokens there were, where these are the target beside another sequence."""
         return replace(self, reached=[x._replace(reads="target") if x.reads == "source" else x for x in self.reached])
 
+    @property
+    def meaning(self) -> str:
+        """What True says: "look" or "block"; "" where no form with True in it is taken."""
+        meaning = self.form.encoding.partition("_")[0] if self.form is not None else ""
+        return meaning if meaning in ("look", "block") else ""
+
 
 @dataclass(frozen=True)
 class Masks:
@@ -84,6 +93,13 @@ class Masks:
             yield "masks_exchanged", exchanged[0].side, ""
         elif not unused:
             yield from (("model_mask_dropped", site.reads, site.path) for site in self._dropped())
+
+    @property
+    def opposite(self) -> Sequence[Mask]:
+        """Two masks of one kind, by their names, of which one says who may be looked at and the other who may not."""
+        pairs = itertools.combinations(self.masks, 2)
+        alike = (pair for pair in pairs if len({WHOSE.sub("", mask.name.lower()) for mask in pair}) == 1)
+        return next((pair for pair in alike if {mask.meaning for mask in pair} == {"look", "block"}), ())
 
     def _exchanged(self, site: Site) -> bool:
         """Whether an attention gets the mask of the other sequence and not that of its own."""

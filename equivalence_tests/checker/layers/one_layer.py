@@ -125,9 +125,13 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     found = list(read.mistakes())
     wrong = {name: _attention_of(mask.lower(), name, called) for name, mask, _ in found}
     unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
+    evidence = "a mask that hides one token was given in every form"
+    if read.opposite:
+        said = {"look": "may look", "block": "may not look"}
+        evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in read.opposite)
+        wrong["masks_of_opposite_meaning"] = called[-1]
     if read.masks:
-        tried = "a mask that hides one token was given in every form"
-        walk.check(f"{label} (masks)", wrong, path, tried, argument=unused)
+        walk.check(f"{label} (masks)", wrong, path, evidence, argument=unused)
     for mask in read.masks:
         if mask.form is not None:
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")

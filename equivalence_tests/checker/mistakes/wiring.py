@@ -96,6 +96,12 @@ ROWS = (
         "Give the target's mask to the self-attention, the source's to the cross-attention.",
     ),
     _layer(
+        "masks_of_opposite_meaning",
+        "Two masks of the layer are read with opposite meanings.",
+        ("True in one of them hides a token, True in the other shows it", "True means the same in both"),
+        "Invert neither mask on the way, or both, and say in the docstring what True means.",
+    ),
+    _layer(
         "model_mask_dropped",
         "There is a mask for this sequence, but these layers do not get it.",
         ("decoder(tgt, memory, tgt_mask)", "decoder(tgt, memory, tgt_mask, src_mask)"),
