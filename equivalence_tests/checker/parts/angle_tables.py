@@ -30,11 +30,7 @@ NOTE = "torch.nn has no rotary positions: the angles are pos / base^(2i / d)"
 
 
 class AngleTables:
-    """Lets code give cosines and sines as one table.
-
-    Attributes:
-        met: Whether it gave any.
-    """
+    """Lets code give cosines and sines as one table, and says in ``met`` whether it gave any."""
 
     def __init__(self) -> None:
         self.met = False
@@ -78,14 +74,9 @@ def side_by_side(returned: Any) -> Tensor | None:
 
 
 def angle_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
-    """Read cosines and sines side by side in every way.
+    """Read cosines and sines, side by side in a table of this width, in every way; the module may state a base.
 
-    Args:
-        module: What may state a base of its own; None for a function.
-        width: Of both together.
-
-    Yields:
-        Tables. Their formulas take the numbers of the positions.
+    The formulas take the numbers of the positions.
     """
     laws = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}
     bases = dict.fromkeys((BASES[0], base_of(module)))

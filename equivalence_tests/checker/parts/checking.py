@@ -46,18 +46,9 @@ LARGE = 64
 
 
 def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str = "", right: bool = False) -> Report:
-    """Check a part that is no attention.
+    """Check a part that is no attention: a class, an instance or a factory, at some path inside a model.
 
-    Args:
-        found: Class, instance or factory.
-        name: What to call it.
-        kind: One of ``KINDS``, but for "attention" and "layers".
-        adapter: How to build it, if that cannot be found out.
-        where: Path inside a model; "" for the object itself.
-        right: Ask only whether it is a right one, which takes less time; of a mask builder all is asked.
-
-    Returns:
-        The report.
+    With ``right``, it is only asked whether it is a right one, which takes less time; of a mask builder all is asked.
 
     Raises:
         CannotCheckError: If it cannot be built or called.

@@ -31,7 +31,6 @@ class Drawn:
         first: Token ids (b, n).
         second: Token ids (b, m) of another sequence.
         lengths: (b,), at most n.
-        pad_id: The padding.
         window: How far a window reaches, or a prefix.
         width: Number of features of the vectors.
     """

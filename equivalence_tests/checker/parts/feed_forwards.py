@@ -94,14 +94,12 @@ WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """x -> x weightᵀ + bias, in float64 whatever the module computes in.
+    """x -> x weightᵀ + bias, in float64 whatever the module computes in, with torch's name for it as its role.
 
     Args:
-        name: How the user calls it.
         weight: (out, in).
         bias: (out,); None if none is added.
         end: The operation that gives the result.
-        role: How torch would call it.
     """
 
     name: str
@@ -126,8 +124,7 @@ class Projection:
 def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartReading]:
     """Read a feed-forward in every way in which its matrices can be used in the order of a run.
 
-    Yields:
-        Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
+    Two linears with anything between, and gated ones, stand alone or with residual and LayerNorm.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     recorder = recorded(lambda: module(given), [*parameters.items(), (GIVEN, given)])

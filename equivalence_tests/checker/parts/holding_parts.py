@@ -37,14 +37,7 @@ SITUATIONS = (
 
 
 def hold_positions(judged: Judged, subject: Subject, placement: Placement, function: Callable[..., Any]) -> None:
-    """Hold a positional encoding against what torch, or builtin, has for it.
-
-    Args:
-        judged: What was said of it; its report receives the equivalent and the verdict.
-        subject: What is checked.
-        placement: How its table meets the tokens.
-        function: What is called.
-    """
+    """Hold a positional encoding against what torch, or builtin, has for it; its report receives the verdict."""
     report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
     if report.verdict != "equal" or reading is None:
         return
@@ -66,14 +59,9 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
 
 
 def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int, features_first: bool) -> None:
-    """Hold a norm or a feed-forward against what torch has for it.
+    """Hold a norm or a feed-forward against what torch has for it; its report receives the verdict.
 
-    Args:
-        judged: What was said of it; its report receives the equivalent and the verdict.
-        subject: What is checked.
-        module: What is called.
-        width: How many features its input has.
-        features_first: Whether it takes (batch, features, tokens).
+    Its input has so many features; with ``features_first``, it is (batch, features, tokens).
     """
     report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
     if report.verdict != "equal" or reading is None:

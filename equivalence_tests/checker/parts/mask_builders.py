@@ -70,15 +70,7 @@ def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | None = None) -> Report:
-    """Check a function or method that builds masks.
-
-    Args:
-        found: The function.
-        name: What to call it.
-        intended: Which deviations are on purpose: name -> reason.
-
-    Returns:
-        The report: which mask each output is, in which shape and meaning, and what is wrong with it.
+    """Say which mask each output of a function or method is, in which shape and meaning, and what is wrong with it.
 
     Raises:
         CannotCheckError: If it cannot be called, or gives no mask.

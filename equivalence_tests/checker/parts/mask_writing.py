@@ -31,15 +31,7 @@ def hold_masks(
     masks: Sequence[tuple[Meaning, Tensor]],
     draws: Sequence[Drawn],
 ) -> None:
-    """Hold masks against what torch builds.
-
-    Args:
-        report: Receives the equivalent and the verdict.
-        function: What builds them.
-        plan: How it is called.
-        masks: What each of them means, and what it was in the first call.
-        draws: Fresh ones, to be compared.
-    """
+    """Hold masks, what each means and what it was in the first call, against what torch builds in fresh calls."""
     arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
     writer = Writer(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
     returned = []

@@ -31,15 +31,12 @@ class Norm:
     """A norm: gain * (x - mean) / divisor + bias.
 
     Args:
-        width: How many features there are.
         gain: The parameter that it is multiplied by; "" for none.
         bias: The parameter that is added; "" for none.
         plus_one: Whether 1 is added to the gain.
         inside: Whether the bias is multiplied by the gain too.
         centred: Whether the mean is taken off.
-        eps: What keeps the divisor from 0.
         divisor: Makes of eps and the mean of the squares what is divided by.
-        axes: Over which the mean is taken.
         count: By what the sum of so many squares is divided.
         is_torchs: Whether torch has a norm that is the same.
     """
@@ -134,11 +131,7 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterator[PartReading]:
-    """Read a norm in every way, or in every right one.
-
-    Yields:
-        LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
-    """
+    """Read a norm in every way, or in every right one; which of LayerNorm and RMSNorm is right, its name says."""
     yield from _scale_norms(module)
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]

@@ -47,14 +47,11 @@ class Placement:
     """Where the table was found in what comes back.
 
     Args:
-        words: Rows for what was found.
         observations: The numbers of the positions, and the rows of the table.
         mistakes: What is wrong with the way it is indexed.
-        notes: What should be known about it.
         rotated: Whether what is observed are vectors and what came of them, by a rotation if by anything.
         again: Makes the first of the calls once more.
         roles: What each argument is.
-        draws: What it was called with.
         output: What the first call gave.
         scaling: What is made of tokens and table.
         embedding: Path of what embeds the tokens; "" for none.
@@ -89,11 +86,7 @@ class _Called:
 
 
 def placements(subject: Subject, function: Callable[..., Any], like: Placement | None = None) -> Iterator[Placement]:
-    """Call it in every way that is met, or as before.
-
-    Yields:
-        For each way that works, where the table was found.
-    """
+    """Call it in every way that is met, or as before, and say for each that works where the table was found."""
     ways = itertools.product(_widths(subject), _role_lists(function, subject))
     for width, roles in ways if like is None else [(like.draws[0].width, like.roles)]:
         way = CallOfRoles(tuple(("", role) for role in roles))

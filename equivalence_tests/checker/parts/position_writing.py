@@ -41,16 +41,10 @@ def _kind(role: str) -> str:
 def result_of(
     placement: Placement, writer: Writer, names: Sequence[str], table: Callable[[Writer, Text], Text]
 ) -> Text:
-    """Write what comes back.
-
-    Args:
-        placement: How the table meets the tokens.
-        writer: Writes it.
-        names: Of the arguments, by their roles.
-        table: Writes the table of so many positions, or rotates vectors.
+    """Write what comes back, where ``table`` writes the table of so many positions, or rotates vectors.
 
     Raises:
-        UnreadError: If it meets them in a way that cannot be written.
+        UnreadError: If the table meets the tokens in a way that cannot be written.
     """
     named = dict(zip(placement.roles, names, strict=True))
     first = Text(named.get("vectors", named.get("ids", "")), writer)
@@ -129,16 +123,7 @@ def numbers_to(count: Any) -> Any:
 def sinusoids(
     layout: str, base: float, table: Callable[[Any, Any], Any], width: int, writer: Writer, count: Text
 ) -> Text:
-    """Write a table of sinusoids: builtin's where it has it.
-
-    Args:
-        layout: What stands where; "" where builtin has no such table.
-        base: Of the frequencies.
-        table: The formula.
-        width: Of the table.
-        writer: Writes it.
-        count: How many positions there are, or which.
-    """
+    """Write a table of sinusoids for so many positions, or for these: builtin's where it has the layout."""
     wide = Text(writer.width or str(width), writer)
     if layout in SINUSOIDS and not count.chain:
         writer.imports = ["from builtin import sinusoidal_encoding"]

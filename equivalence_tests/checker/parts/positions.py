@@ -79,15 +79,7 @@ PAIRS: dict[str, tuple[Map, Map]] = {
 
 
 def rotary_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
-    """Read a rotation by position in every way.
-
-    Args:
-        module: What may state a base of its own; None for a function.
-        width: Width of the vectors.
-
-    Yields:
-        Rotations of pairs. Their formulas take the vectors.
-    """
+    """Read a rotation of vectors by their positions in every way; the module may state a base of its own."""
     note = "torch.nn has no rotary positions: pairs of elements are rotated by the angles pos / base^(2i / d)"
     laws = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}
     bases = dict.fromkeys((BASES[0], base_of(module)))
@@ -111,14 +103,9 @@ def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
 
 
 def position_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
-    """Read a table in every way.
+    """Read a table in every way: as one that the module learns, then as sinusoids, times a scale that it may learn.
 
-    Args:
-        module: What holds it, for learned tables and learned scales; None for a function.
-        width: Width of the table.
-
-    Yields:
-        Learned tables, then sinusoids. Their formulas take the numbers of the positions.
+    The formulas take the numbers of the positions.
     """
     computed = set() if module is None else {id(x) for x in settings_of(module) if x.dim() > 1}
     named = {} if module is None else dict(module.named_parameters())

@@ -17,11 +17,7 @@ LOUDER = 2.0  # than the first head is the second one
 
 
 def rotating(function: Callable[..., Any]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Give functions of vectors, (batch, len, head_dim), that call one which takes heads, and angles if it names any.
-
-    Yields:
-        One for each place where heads may lie, and each form of angles.
-    """
+    """Give functions of (batch, len, head_dim) that call one which takes heads, and angles if it names any."""
     required = [p.name for p in parameters_of(function) if p.default is p.empty]
     turning = [name for name in required if role_of_parameter(name.lower()) == "angles"]
     if not 1 <= len(required) - len(turning) <= 2:

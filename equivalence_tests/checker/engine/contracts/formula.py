@@ -38,12 +38,8 @@ def context_by_formula(
 ) -> tuple[Tensor, Tensor]:
     """Average the values as torch's formula does, and give the names of the averages and their numbers.
 
-    Args:
-        recorder: A run; it may be going on.
-        attention: Whose products; where its parts are tiles, each gives its share.
-        factors: By what the queries, keys and values of each part are multiplied on the way.
-        hidden: Which keys are hidden, for each part.
-        added: What is added to the scores of each; nothing without.
+    The run may be going on; where the parts of the attention are tiles, each gives its share. Each part has its factors
+    on the way of queries, keys and values, its hidden keys, and what is added to its scores, if anything is.
     """
     parts = attention.parts
     pairs = zip(parts, factors, added or [0.0] * len(parts), strict=True)
@@ -100,15 +96,11 @@ def tile_departures(
 ) -> Iterator[Departure]:
     """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without.
 
-    Args:
-        attention: Whose parts are tiles.
-        operands: The queries, keys and values of each.
-        expected: What is known about the mask of each, by its number.
-        own: What each hides, where the code's own mask is known; empty otherwise.
+    What is known about the mask of each stands in ``expected``, by its number; what the code itself hides in ``own``.
     """
     if attention.names is None:
         return
-    factors = [[operand.factor for operand in own] for own in operands]
+    factors = [[operand.factor for operand in each] for each in operands]
     have = attention.end_slot.value.double()
     expectations = [expected.get(part.number, Expectation()) for part in attention.parts]
     ways = ([*map(_hidden, attention.parts, expectations, itertools.repeat(causal))] for causal in (False, True))

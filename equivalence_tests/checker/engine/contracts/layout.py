@@ -33,11 +33,7 @@ STAGES = {SPLIT: "split", MERGED: "merge"}
 
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what meets in the products against what should meet.
-
-    Yields:
-        Departures; the first one that blocks comes last.
-    """
+    """Hold what meets in the products against what should meet; the first departure that blocks comes last."""
     apart = [_summed_apart(product) for part in attention.parts for product in _of_sums_apart(part)]
     if apart:
         yield from apart
@@ -122,13 +118,8 @@ def laid_elsewhere(
 ) -> Departure | None:
     """Give the first move after which tokens lie elsewhere than axes of the sizes that their projection has say.
 
-    Args:
-        attention: Whose.
-        number: The source that is followed.
-        source: Has the axes of the tokens.
-        name: What it is called.
-        until: The first operation that is not looked at.
-        of: Names of which the move must give some; None for any.
+    The numbered source is followed, the other one has the axes of the tokens; with ``of``, the move must give some of
+    these names.
     """
     names = attention.run.names
     for operation, codes, _ in names.carrying([number], before=until.index):

@@ -34,14 +34,7 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
 
 
 def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]) -> tuple[Tensor, Tensor] | None:
-    """Give what a norm made, before the gain, and its names, if this is the norm's last operation; None if not.
-
-    Args:
-        run: The recorded run.
-        operation: Any operation of the run.
-        norms: The paths of the user's own norms.
-        gains: The operations that multiply by a gain.
-    """
+    """Give what a norm made, before the gain, and its names, if this is the norm's last operation; None if not."""
     codes = run.names.after[operation.index][0] if operation.outputs else None
     if codes is None or codes.is_complex() or not (operation.name == "normalize" or operation.place in norms):
         return None

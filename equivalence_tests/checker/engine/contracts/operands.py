@@ -94,8 +94,6 @@ def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor,
 
 def _experiment(run: Run, operand: Operand) -> None:
     """Tell rotations and norms from anything else."""
-    if len(operand.sources) > 2:
-        return
     one, two = _drawn(operand, 1), _drawn(operand, 2)
     try:
         (have1, want1), (have2, want2) = _rows(run, operand, one), _rows(run, operand, two)
@@ -383,7 +381,7 @@ def _last_sum(run: Run, operand: Operand) -> Operation | None:
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
-    return first_change(run, operand.sources, operand.start, operand.until.index)
+    return first_change(operand.sources, operand.steps(run))
 
 
 def _located(attention: Attention, operand: Operand) -> Departure:

@@ -56,11 +56,7 @@ def projection_departures(
 ) -> Iterator[Departure]:
     """Check that queries, keys and values are made of the inputs and weights of their roles.
 
-    Args:
-        attention: The attention.
-        operands: Its queries, keys and values.
-        roles: The role of each input, by the number of its source; where one tensor has several, all letters.
-        module: Holds the weights.
+    The role of each input goes by the number of its source; where one tensor has several roles, it has all letters.
     """
     unused = unused_parameters(attention.run, module)
     if len(operands) == 3 and roles:
@@ -297,10 +293,7 @@ def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Depa
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:
     """Weights that have no effect: biases, output projections, norms; those without a line are reported as one.
 
-    Args:
-        attention: Of the call.
-        module: Holds the weights.
-        found: The departures so far; a weight that one of them leaves unused is not reported again.
+    What one of the departures so far leaves unused is not reported again.
     """
     missed = list(_unused(attention, module, found)) if module is not None else []
     norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]

@@ -15,7 +15,6 @@ class Step:
     """One operation between the products.
 
     Args:
-        operation: Which.
         places: The score that each element of its result belongs to; negative where it belongs to none.
         values: Its result.
         taken: The first of its arguments that is made of the scores; None if there is none.

@@ -26,6 +26,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
     padded_queries,
     ranks_of,
     spread,
+    sum_in,
     two_levels,
     with_some,
 )
@@ -44,15 +45,7 @@ OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
 
 @dataclass(eq=False)
 class Scores:
-    """What stands between a product of queries and keys and the weights that are used.
-
-    Args:
-        attention: Whose.
-        part: Which of its parts.
-        operands: Its queries, keys and values.
-        model: What happens to the scores.
-        expected: What is known about the mask.
-    """
+    """What stands between a product of queries and keys and the weights that are used."""
 
     attention: Attention
     part: Part
@@ -193,8 +186,7 @@ class Scores:
     def _sum_to_one(self, groups: Tensor) -> bool:
         """Whether the scores of each group sum to one behind the softmax, whatever becomes of them then."""
         given = next(s.laid(len(groups)) for s in self.steps if s.operation is self._softmax_step()).nan_to_num(0.0)
-        sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, given)
-        return bool(((sums[groups] - 1).abs() < LOOSE).all())
+        return bool(((sum_in(given, groups) - 1).abs() < LOOSE).all())
 
     def _is_odd(self, step: Step) -> bool:
         """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""

@@ -39,16 +39,13 @@ def with_some(may: Tensor, rows: Tensor) -> Tensor:
     >>> with_some(torch.tensor([True, False, False]), torch.tensor([0, 0, 1])).tolist()
     [True, True, False]
     """
-    counts = torch.zeros(int(rows.max()) + 1, dtype=torch.long).index_add_(0, rows, may.long())
-    return counts[rows] > 0
+    return sum_in(may, rows) > 0
 
 
 def padded_queries(part: Part, may: Tensor) -> Tensor:
     """The tokens that no query may look at and that are queries themselves: what comes out for them is nobody's.
 
-    Args:
-        part: Where tokens attend to themselves; where there are other keys than queries, nothing is padding.
-        may: Which key each score's query may look at.
+    Where there are other keys than queries, nothing is padding.
     """
     _, _, queries, keys = ranks_of(part)
     seen = part.table.key[may].unique()
@@ -73,6 +70,11 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     if not len(steps) or float(steps.max() - steps.min()) > LOOSE * float(steps.max()):
         return None
     return float(steps.mean())
+
+
+def sum_in(values: Tensor, rows: Tensor) -> Tensor:
+    """Give for each number the sum of its row."""
+    return torch.zeros(int(rows.max()) + 1, dtype=torch.float64).index_add_(0, rows, values.double())[rows]
 
 
 def greatest_in(values: Tensor, rows: Tensor, where: Tensor | None = None) -> Tensor:
