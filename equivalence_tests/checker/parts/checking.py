@@ -28,7 +28,7 @@ from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_r
 from equivalence_tests.checker.parts.position_calls import Placement, placements
 from equivalence_tests.checker.parts.position_writing import cases_of
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
-from equivalence_tests.checker.parts.readings import Observation, is_right, judge
+from equivalence_tests.checker.parts.readings import Observation, PartReading, is_right, judge
 from equivalence_tests.checker.parts.rotations import rotating
 from equivalence_tests.checker.reach.arguments import SIZES
 from equivalence_tests.checker.reach.construction import build
@@ -194,21 +194,14 @@ def _examine_positions(
         for placement in placements(subject, function, like):
             width = placement.observations[0][1].size(-1)
             known = rotary_readings if placement.rotated else angle_readings if tables.met else position_readings
-            found = (placement.words, placement.mistakes, placement.notes)
-            beside = (one.beside(*found) for one in known(module, width))
-            readings = (one for one in beside if is_right(one.mistakes) or not (right or placement.grid))
-            report = Report(subject.name, "positional encoding")
-            calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
-            judged = judge(report, readings, placement.observations, calls, where)
-            if report.verdict != "unchecked":
-                hold_positions(judged, subject, placement, function)
+            readings = known(module, width)
+            report = _judged(subject, placement, function, readings, where, right or bool(placement.grid))
             if report.verdict != "unchecked":
                 return report
             unmatched = unmatched or (report, placement)
-    for function in rotating(subject.function) if module is None and like is None else ():
-        turned = _rotation(subject, function)
-        if turned is not None:
-            return turned
+    rotation = next(_rotations(subject), None) if module is None and like is None else None
+    if rotation is not None:
+        return rotation
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
         again = partial(_examine_positions, module, subject, where, True, unmatched[1])
@@ -216,18 +209,32 @@ def _examine_positions(
     return None if unmatched is None else unmatched[0]
 
 
-def _rotation(subject: Subject, function: Callable[[Tensor], Tensor]) -> Report | None:
-    """Read a rotation that is right with the angles that it is handed; with others any may be wrong."""
-    for placement in (one for one in placements(subject, function) if one.rotated):
-        report = Report(subject.name, "positional encoding")
-        beside = (x.beside(placement.words, (), ()) for x in rotary_readings(None, placement.draws[0].width))
-        readings = (one for one in beside if is_right(one.mistakes))
-        judged = judge(report, readings, placement.observations, [placement.again], "")
-        if report.verdict != "unchecked":
-            hold_positions(judged, subject, placement, function)
-        if report.verdict != "unchecked":
-            return report
-    return None
+def _judged(
+    subject: Subject,
+    placement: Placement,
+    function: Callable[..., Any],
+    readings: Iterator[PartReading],
+    where: str,
+    right: bool,
+) -> Report:
+    """Find the reading of a placement, and hold it against what torch has; with ``right``, only right readings."""
+    beside = (one.beside(placement.words, placement.mistakes, placement.notes) for one in readings)
+    wanted = (one for one in beside if is_right(one.mistakes) or not right)
+    report, calls = Report(subject.name, "positional encoding"), [placement.again]
+    if isinstance(function, nn.Module):
+        calls.append(lambda: _constructed(function))
+    hold_positions(judge(report, wanted, placement.observations, calls, where), subject, placement, function)
+    return report
+
+
+def _rotations(subject: Subject) -> Iterator[Report]:
+    """Read rotations that are right with the angles that they are handed; with others any may be wrong."""
+    for function in rotating(subject.function):
+        for placement in (one for one in placements(subject, function) if one.rotated):
+            readings = rotary_readings(None, placement.draws[0].width)
+            report = _judged(subject, placement, function, readings, "", right=True)
+            if report.verdict != "unchecked":
+                yield report
 
 
 def _constructed(module: nn.Module) -> None:

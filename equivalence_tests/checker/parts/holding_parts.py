@@ -38,8 +38,8 @@ SITUATIONS = (
 
 def hold_positions(judged: Judged, subject: Subject, placement: Placement, function: Callable[..., Any]) -> None:
     """Hold a positional encoding against what torch, or builtin, has for it; its report receives the verdict."""
-    report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
-    if report.verdict != "equal" or reading is None:
+    report, reading = judged.report, judged.reading
+    if reading is None or accepted(report, subject.adapter.intended).verdict != "equal":
         return
     try:
         writer, names = writer_of(subject.name.rpartition("/")[2], function, placement)

@@ -231,8 +231,6 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
         report.findings.append(found_mistake(name, {"fill": fill}, stack=stack, evidence=SHOWN))
     if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
-    if mask.shape == "(heads * batch, query, key)":
-        report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")
 
 
 def _unknown(output: Tensor) -> str:

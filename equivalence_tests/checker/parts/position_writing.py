@@ -15,10 +15,10 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles
 from equivalence_tests.checker.parts.kinds import own_tensors
-from equivalence_tests.checker.parts.position_calls import Placement, drawn_of
+from equivalence_tests.checker.parts.position_calls import LONGEST, Placement, drawn_of
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
-LONGER, LONGEST = 16, 1024  # tokens
+LONGER = 16  # tokens
 SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}
 
 

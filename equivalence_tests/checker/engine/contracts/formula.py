@@ -10,7 +10,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Operand
-from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
+from equivalence_tests.checker.engine.names import Attention, Part, Product
 from equivalence_tests.checker.engine.same import LOOSE, ROUNDING, SINGLE, near
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
@@ -51,7 +51,8 @@ def context_by_formula(
         for context in part.contexts:
             if context.source is not None:
                 value = context.contraction.columns(operand_of(recorder, context, 1)) / own[2]
-                values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
+                used = _at(context.weights, part, mine)
+                values.append(torch.einsum("nik,nfk->nif", used, value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
     return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
 
@@ -80,10 +81,10 @@ def _scores(recorder: Recorder, part: Part, factors: Sequence[float]) -> Tensor:
     return product.contraction.scattered(scores / factor).reshape(-1)
 
 
-def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
-    """The weights of one part at their places in a product with values."""
-    own = known(context.weights) & (source_of(context.weights) == part.number)
-    return weights[place_of(context.weights).clamp(0, len(weights) - 1)].masked_fill(~own, 0.0)
+def _at(names: Tensor, part: Part, weights: Tensor) -> Tensor:
+    """The weights of one part where they have these names, and 0 elsewhere."""
+    own = source_of(names) == part.number
+    return weights[place_of(names).masked_fill(~own, 0)].masked_fill(~own, 0.0)
 
 
 def operand_of(recorder: Recorder, product: Product, side: int) -> Tensor:
@@ -126,9 +127,8 @@ def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> P
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
         weights = weights_by_formula(scores, part.table.row, hidden)
-        own = known(names) & (source_of(names) == part.number)  # what stands beside them stays
-        right = weights[place_of(names).masked_fill(~own, 0)]
-        return torch.where(own | ~known(names), right.masked_fill(~own, 0.0), operation.outputs[0].value.double())
+        beside = known(names) & (source_of(names) != part.number)
+        return torch.where(beside, operation.outputs[0].value.double(), _at(names, part, weights))
 
     return patch
 

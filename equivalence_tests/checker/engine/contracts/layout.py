@@ -92,8 +92,7 @@ def _misplaced_operand(attention: Attention, part: Part, otherwise: str) -> Iter
 
 def _or_exchanged(attention: Attention, part: Part, otherwise: Departure) -> Departure:
     """A view that exchanges axes, where sizes do not tell which; what else it is where there is none."""
-    exchanged = (_reshaped(attention, codes, until) for codes, until in part.sides.values())
-    operation = next(filter(None, exchanged), None)
+    operation = _exchanging(attention, part)
     return otherwise if operation is None else Departure(SPLIT, "split", operation, blocks=True)
 
 
@@ -193,16 +192,18 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
     meets = numbered_pairs(table.head, table.key_head)
     if same and len(meets) > max(len(table.heads), len(table.key_heads)):
-        until = part.product.operation
-        sides = (part.product.left, part.product.right)
-        exchanged = (_reshaped(attention, codes, until) for codes in sides)
-        guilty = next(filter(None, exchanged), None) or _laying(attention, part.product.left, until)
-        yield Departure("attention_among_heads", "product", guilty, blocks=True)
+        laying = _exchanging(attention, part) or _laying(attention, part.product.left, part.product.operation)
+        yield Departure("attention_among_heads", "product", laying, blocks=True)
 
 
-def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
-    numbers = [source.number for source in reversed(attention.run.names.made_of(sources_in(codes)))]
-    return shuffling(attention.run, numbers, -1, until.index, reshaped=True)
+def _exchanging(attention: Attention, part: Part) -> Operation | None:
+    """A view of queries, keys or values that exchanges the sizes of two axes, as a transpose would."""
+    run = attention.run
+    for codes, until in part.sides.values():
+        numbers = [source.number for source in reversed(run.names.made_of(sources_in(codes)))]
+        if view := shuffling(run, numbers, -1, until.index, reshaped=True):
+            return view
+    return None
 
 
 def _laying(attention: Attention, codes: Tensor, until: Operation, repeats: bool = False) -> Operation:

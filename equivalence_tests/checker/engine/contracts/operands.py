@@ -4,7 +4,6 @@ Equal, or equal up to a factor, is right. Queries and keys may also be rotated b
 that is found by experiments: the recorded operations between are run again on inputs of our own.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -223,8 +222,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             if bent is not None:
                 yield bent
             elif departure is not None and (step is operand or _is_own(attention, departure)):
-                met = _of_another(attention.run, operand, operands) or _behind_rotation(attention.run, step)
-                yield met or _named(attention.run, departure, step)
+                yield _behind_rotation(attention.run, step) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
     both = query.rotated and key.rotated
     if both and not _rotated_alike(attention.run, query, key):
@@ -240,19 +238,6 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         total = _last_sum(attention.run, query)
         subtracts = total is not None and total.name == "sub"
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
-
-
-def _of_another(run: Run, operand: Operand, operands: list[Operand]) -> Departure | None:
-    """A sum in which an operand meets elements of another one."""
-    others = [other for other in operands if other.role != operand.role]
-    for operation, _, _ in operand.steps(run):
-        taken = [codes for _, codes in run.names.taken(operation)] if operation.name in ADDS else []
-        for codes, other in itertools.product(taken, others):
-            met = any(bool(torch.isin(one, operand.codes).all()) for one in taken)
-            if met and bool(torch.isin(codes, other.codes).all()) and not bool(torch.isin(codes, operand.codes).any()):
-                facts = {"role": operand.role, "other": other.role}
-                return Departure("rotary_of_another", "rotary", operation, facts)
-    return None
 
 
 def _behind_rotation(run: Run, operand: Operand) -> Departure | None:

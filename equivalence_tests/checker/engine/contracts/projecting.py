@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.contracts.changing import JOINS, strange_o
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.judgement import Operand
-from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.names import Attention, Run, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import (
     argument_name,
@@ -29,26 +29,20 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reach.arguments import ROLES
-from equivalence_tests.checker.reporting.lines import Frames, assigned_at
+from equivalence_tests.checker.reporting.lines import assigned_at
 
 IN_A_LIST = re.compile(r"(.*\.)\d+(\.|$)")
+# What the weights, the variables and the norms of queries, keys and values are called.
+WORDS = (("query", "q", "query|queries"), ("key", "k", "keys?"), ("value", "v", "values?"))
 OWN = {
-    "query": re.compile(
-        r"(^|[._])(w?_?q(uery|ueries|s)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
-    ),
-    "key": re.compile(r"(^|[._])(w?_?k(ey|eys|s)?|k_?proj|wk|to_k|k_?lin\w*|linear_?k\w*|in_proj_k|k_w)([._]|$)", re.I),
-    "value": re.compile(
-        r"(^|[._])(w?_?v(alue|alues|s)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
-    ),
+    role: re.compile(
+        rf"(^|[._])(w?_?({x}s?|{words})|{x}_?proj|w{x}|to_{x}|{x}_?lin\w*|linear_?{x}\w*|in_proj_{x}|{x}_w)([._]|$)",
+        re.IGNORECASE,
+    )
+    for role, x, words in WORDS
 }
-
-SAID = {
-    role: re.compile(rf"^(\w+_)?({role[0]}|{stem})(_\w+)?$")
-    for role, stem in (("query", "query|queries"), ("key", "keys?"), ("value", "values?"))
-}
-
-
-SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{role[0]})_?(layer)?_?norm|norm_({role}|{role[0]})$") for role in OWN}
+SAID = {role: re.compile(rf"^(\w+_)?({x}|{words})(_\w+)?$") for role, x, words in WORDS}
+SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{x})_?(layer)?_?norm|norm_({role}|{x})$") for role, x, _ in WORDS}
 
 
 def projection_departures(
@@ -345,7 +339,8 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
     """Name the mistake that leaves a parameter unused, with the operation that should use it."""
     stem, _, last = name.rpartition(".")
     kind, facts = "bias" if "bias" in name else "weight", {"unused": [name], "parameter": name}
-    user = _user_of(attention, name.removesuffix("bias") + "weight") if last.endswith("bias") else None
+    beside = _taking(attention.run, name.removesuffix("bias") + "weight") if last.endswith("bias") else []
+    user = next((op for op in beside if op.name in CONTRACTIONS), None)
     parameter = dict(module.named_parameters())[name]
     if user is not None:
         yield Departure("bias_never_used", "project", user, facts)
@@ -384,43 +379,28 @@ def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Ope
 
     In a module without any other effect, its own last operation.
     """
-    live, bit = attention.run.live(), _bit_of(attention, parameter)
-    made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
-    later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
-    taking = next((op for op in later if attention.run.names.taken(op)), None)
-    place = attention.run.operations[made[-1]].place if made else ""
-    own = [op for op in attention.run.operations if op.place == place] if place in idle else []
-    return own[-1] if own and taking is not None else taking
+    run, live = attention.run, attention.run.live()
+    made = [op for op in _taking(run, parameter) if op.index not in live]
+    later = (op for op in run.operations if made and op.index > made[-1].index and op.index in live)
+    taking = next((op for op in later if run.names.taken(op)), None)
+    if taking is None or made[-1].place not in idle:
+        return taking
+    return [op for op in run.operations if op.place == made[-1].place][-1]
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:
-    """A norm that is not used; one named after queries or keys is missing after their projection, on that line."""
+    """A norm that is not used; one named after queries or keys is missing after their projection."""
     part, names = attention.parts[0], attention.run.names
     facts = {"unused": [weight], "norms": weight.removesuffix(".weight")}
     role = next((role for role in ("query", "key") if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
     if not role:
         return Departure("norm_never_used", "wrap", None, facts)
-    own, other = (sources_in(part.sides[r][0]) for r in (role, "key" if role == "query" else "query"))
-    made = next((op for op in (names.sources[number].operation for number in own) if op is not None), None)
-    normed = [names.sources[n].operation for n in other if names.sources[n].kind in ("normed", "gain")]
-    after = max((op.index for op in normed if op is not None), default=-1)
-    steps = [op for op, _, _ in names.carrying(own, after, part.product.operation.index + 1)]
-    beside = (_beside(op, made) for op in steps if made is not None)
-    return Departure("norm_never_used", "wrap", made, facts, frames=next(filter(None, beside), ()))
+    sources = (names.sources[number] for number in sources_in(part.sides[role][0]))
+    made = next((source.operation for source in sources if source.operation is not None), None)
+    return Departure("norm_never_used", "wrap", made, facts)
 
 
-def _beside(operation: Operation, other: Operation) -> Frames:
-    """The stack of an operation, up to where that of another one parts from it."""
-    pairs = zip(reversed(operation.frames), reversed(other.frames), strict=False)
-    apart = next((place for place, (own, its) in enumerate(pairs) if own != its), None)
-    return operation.frames[len(operation.frames) - 1 - apart :] if apart is not None else ()
-
-
-def _user_of(attention: Attention, weight: str) -> Operation | None:
-    bit = _bit_of(attention, weight)
-    products = (op for op in attention.run.operations if op.name in CONTRACTIONS)
-    return next((op for op in products if any(bits & bit for bits in op.origins)), None)
-
-
-def _bit_of(attention: Attention, parameter: str) -> int:
-    return sum(1 << i for i, name in enumerate(attention.run.recorder.names) if name == f"param:{parameter}")
+def _taking(run: Run, parameter: str) -> list[Operation]:
+    """The operations that take what is made of a parameter."""
+    bit = sum(1 << i for i, name in enumerate(run.recorder.names) if name == f"param:{parameter}")
+    return [op for op in run.operations if any(bits & bit for bits in op.origins)]
