@@ -41,8 +41,6 @@ def _values(name: str, width: int, ff_dim: int) -> list[Any]:
     """Give what a name asks for: a matrix may be (in, out) or (out, in), a bias as wide as what either gives."""
     if "eps" in name:
         return [EPS]
-    if re.search("shape|dim|size", name):
-        return [(width,), width]
     sizes = (ff_dim, width) if ff_dim else (width,)
     if not ff_dim or BIAS.search(name):
         return [torch.ones(size) for size in sizes]
