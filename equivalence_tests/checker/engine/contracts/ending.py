@@ -99,10 +99,12 @@ def _terms(attention: Attention, source: Source, depth: int) -> _Terms:
     factors = _factors(source, parents) if source.kind == "added" and len(inner) == 2 else None
     if factors is None:
         return ((1.0, "other"),)
-    if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
+    one, other = parents
+    of_the_other = one.number in other.parents or other.number in one.parents
+    if {one.kind, other.kind} == {"projection", "context"} and of_the_other:
         inner[0] = ((1.0, "inside"),)
     below = {source for parent in parents for source in attention.run.names.made_of(parent.parents, beyond=True)}
-    apart = {parent.kind for parent in parents} == {"projection"} and below.isdisjoint(parents)
+    apart = {one.kind, other.kind} == {"projection"} and below.isdisjoint(parents)
     if apart and {*map(_text, inner)} == {"out"}:
         return inner[0]  # a matrix and what is added to it (LoRA)
     return tuple((factor, _text(terms)) for factor, terms in zip(factors, inner, strict=True))
@@ -126,10 +128,6 @@ def _repeats_a_matrix(attention: Attention, source: Source, parents: list[Source
     (mine, _), others = matrix_of(attention, source.operation), attention.run.names.sources.values()
     same = (other is not source and matrix_of(attention, other.operation)[0] == mine for other in others)
     return bool(mine) and any(same)
-
-
-def _one_of_the_other(one: Source, other: Source) -> bool:
-    return one.number in other.parents or other.number in one.parents
 
 
 def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:

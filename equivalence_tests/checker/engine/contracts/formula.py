@@ -9,24 +9,18 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.scores_table import greatest_in, sum_in
 from equivalence_tests.checker.engine.judgement import Expectation, Operand
 from equivalence_tests.checker.engine.names import Attention, Part, Product
 from equivalence_tests.checker.engine.same import LOOSE, ROUNDING, SINGLE, near
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax over the keys of each row."""
-    order = rows.argsort(stable=True)
-    row = rows[order]
-    start = torch.searchsorted(row, row)
-    column = torch.arange(len(row)) - start
-    dense = torch.full((int(row.max()) + 1, int(column.max()) + 1), -torch.inf, dtype=scores.dtype)
-    dense[row, column] = scores.masked_fill(hidden, -torch.inf)[order]
-    weights = torch.softmax(dense, -1).nan_to_num(0.0)
-    flat = torch.empty_like(scores)
-    flat[order] = weights[row, column]
-    return flat
+    """Softmax over the keys of each row; 0 in rows that see none."""
+    seen = scores.masked_fill(hidden, -torch.inf)
+    powers = (seen - greatest_in(seen, rows)).exp()
+    return (powers / sum_in(powers, rows)).nan_to_num(0.0)
 
 
 def context_by_formula(
@@ -54,13 +48,8 @@ def context_by_formula(
                 used = _at(context.weights, part, mine)
                 values.append(torch.einsum("nik,nfk->nif", used, value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
-    return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
-
-
-def _added_up(names: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """What tiles give to the same element."""
-    names, place = names.unique(return_inverse=True)
-    return names, torch.zeros(len(names), dtype=shares.dtype).index_add_(0, place, shares)
+    named, shares = torch.cat(names), torch.cat(values)
+    return (named, sum_in(shares, named.unique(return_inverse=True)[1])) if attention.tiled else (named, shares)
 
 
 def _rows(attention: Attention) -> Tensor:
@@ -120,17 +109,14 @@ def _hidden(part: Part, expected: Expectation, causal: bool) -> Tensor:
     return (part.table.key > part.table.query) & causal
 
 
-def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
+def right_weights(
+    part: Part, names: Tensor, hidden: Tensor, factor: float, recorder: Recorder, operation: Operation
+) -> Tensor:
     """Torch's weights in the place of what an operation gives."""
-    index = part.product.operation.index
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
-        weights = weights_by_formula(scores, part.table.row, hidden)
-        beside = known(names) & (source_of(names) != part.number)
-        return torch.where(beside, operation.outputs[0].value.double(), _at(names, part, weights))
-
-    return patch
+    scores = recorder.operations[part.product.operation.index].outputs[0].value.double().reshape(-1) * factor
+    weights = weights_by_formula(scores, part.table.row, hidden)
+    beside = known(names) & (source_of(names) != part.number)
+    return torch.where(beside, operation.outputs[0].value.double(), _at(names, part, weights))
 
 
 def scale_in_words(factor: float, sizes: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,9 +35,10 @@ STAGES = {SPLIT: "split", MERGED: "merge"}
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
     """Hold what meets in the products against what should meet; the first departure that blocks comes last."""
-    apart = [_summed_apart(product) for part in attention.parts for product in _of_sums_apart(part)]
+    products = [product for part in attention.parts for product in (part.product, *part.contexts)]
+    apart = [product for product in products if product.contraction.apart and product.operation.patch is None]
     if apart:
-        yield from apart
+        yield from map(_summed_apart, apart)
         return
     for part in attention.parts:
         if part.product.trouble:
@@ -63,11 +65,6 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
                 return
             yield from _paired_tokens(attention, part, context)
             yield from _paired_values(attention, part, context)
-
-
-def _of_sums_apart(part: Part) -> list[Product]:
-    products: list[Product] = [part.product, *part.contexts]
-    return [product for product in products if product.contraction.apart and product.operation.patch is None]
 
 
 def _summed_apart(product: Product) -> Departure:
@@ -125,7 +122,7 @@ def laid_elsewhere(
         taken, wanted = names.taken(operation), _as_axes_say(codes, source.slot.value.shape[:-1])
         mine = operation.name in MOVES and bool(taken) and (of is None or _shares(codes, of))
         if mine and wanted is not None and not torch.equal(token_of(wanted), token_of(codes)):
-            patch, index = _gathering(taken[0][1], wanted), operation.index
+            patch, index = partial(_gathered, taken[0][1], wanted), operation.index
             return Departure(name, STAGES[name], operation, {}, {index: patch}, {index: wanted}, blocks=True)
     return None
 
@@ -144,14 +141,10 @@ def _as_axes_say(codes: Tensor, lead: torch.Size) -> Tensor | None:
     return plain.permute([order.index(axis) for axis in range(codes.dim())])
 
 
-def _gathering(before: Tensor, wanted: Tensor) -> Patch:
+def _gathered(before: Tensor, wanted: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
     """Take each element from where it is in the operation's own argument."""
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
-        return looked_up(wanted, before, source.value)
-
-    return patch
+    source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
+    return looked_up(wanted, before, source.value)
 
 
 def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
@@ -187,11 +180,8 @@ def _flips_all(moved: Operation) -> bool:
 # ---------------------------------------------------------------------------------------------- heads
 def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     table = part.table
-    if part.product.trouble or not len(table.query):
-        return
     same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
-    meets = numbered_pairs(table.head, table.key_head)
-    if same and len(meets) > max(len(table.heads), len(table.key_heads)):
+    if same and len(numbered_pairs(table.head, table.key_head)) > max(len(table.heads), len(table.key_heads)):
         laying = _exchanging(attention, part) or _laying(attention, part.product.left, part.product.operation)
         yield Departure("attention_among_heads", "product", laying, blocks=True)
 
@@ -244,8 +234,6 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 def _interleaving(repeater: Operation, heads: int) -> dict[int, Patch]:
     """Give the patch by which groups that were tiled, 0 1 0 1, come in the order of repeat_interleave, 0 0 1 1."""
-    if not repeater.inputs:
-        return {}
     taken, given = repeater.inputs[0].value.shape, repeater.outputs[0].value.shape
     pairs = enumerate(zip(taken, given, strict=True)) if len(taken) == len(given) else ()
     axes = [axis for axis, (groups, all_heads) in pairs if groups < all_heads == heads]
@@ -352,11 +340,9 @@ def exchange(name: str, stage: str, moved: Operation | None, otherwise: Operatio
 
 def _shuffled(attention: Attention, part: Part, context: Context) -> Operation | None:
     """What exchanges weights, or else values, before they meet."""
-    until, weights = context.operation.index, [part.number]
-    values = sources_in(context.values)
-    return shuffling(attention.run, weights, part.product.operation.index, until) or shuffling(
-        attention.run, values, -1, until
-    )
+    run, until = attention.run, context.operation.index
+    weights = shuffling(run, [part.number], part.product.operation.index, until)
+    return weights or shuffling(run, sources_in(context.values), -1, until)
 
 
 def are_followed(attention: Attention) -> bool:

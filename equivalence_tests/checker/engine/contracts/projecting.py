@@ -69,7 +69,7 @@ def projection_departures(
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
     letters, handed_over = "", {letter for each in roles.values() for letter in each}
     for operand, own in zip(operands, "qkv", strict=True):
-        made_of = attention.run.names.made_of((source.number for source in operand.sources), beyond=True)
+        made_of = _made_of(attention, operand, beyond=True)
         given = "".join(sorted({letter for source in made_of for letter in roles.get(source.number, "")}))
         if not given:
             return
@@ -91,9 +91,9 @@ def _made_by(attention: Attention, operand: Operand) -> Operation | None:
     return next(iter([*weighed, *made]), operand.until)
 
 
-def _made_of(attention: Attention, operand: Operand) -> list[Source]:
-    """The sources of an operand, and those before them as far as the projection."""
-    return attention.run.names.made_of(source.number for source in operand.sources)
+def _made_of(attention: Attention, operand: Operand, beyond: bool = False) -> list[Source]:
+    """The sources of an operand, and those before them as far as the projection, or beyond it."""
+    return attention.run.names.made_of((source.number for source in operand.sources), beyond)
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -132,7 +132,8 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         yield from _misnamed(attention, operands, dict(zip(OWN, weights, strict=True)))
         return
     unused = [name for name in unused if name.endswith("weight") or "." not in name]
-    alike = [i for i in range(3) if any(_is_twice(i, j, weights, features) for j in range(3) if j != i)]
+    used = [(weight, own.tolist()) for weight, own in zip(weights, features, strict=True)]
+    alike = [place for place, one in enumerate(used) if used.count(one) > 1]
     if len(alike) == 3:
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
         return
@@ -149,10 +150,6 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         line = taker if distinct == 1 else _made_by(attention, operands[second])
         name = f"{operands[second].role}_uses_{operands[first].role}_projection"
         yield Departure(name, "project", line, {"unused": unused if distinct == 2 else []})
-
-
-def _is_twice(one: int, other: int, weights: list[str], features: list[Tensor]) -> bool:
-    return weights[one] == weights[other] and torch.equal(features[one], features[other])
 
 
 def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
@@ -214,7 +211,7 @@ def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[
     """Norms of queries and keys that are named after each other's role, where one packed matrix made both."""
     names, said = attention.run.names, list[set[str]]()
     for operand in operands[:2]:
-        made = (s.operation for s in names.made_of(s.number for s in operand.sources) if s.kind in ("normed", "gain"))
+        made = (s.operation for s in _made_of(attention, operand) if s.kind in ("normed", "gain"))
         beside = [bits for norm in made if norm is not None for _, bits in names.beside(norm)]
         owners = (name.partition(":")[2] for bits in beside for name in attention.run.recorder.named(bits))
         stems = [owner.rpartition(".")[0] for owner in owners]
@@ -259,7 +256,7 @@ def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator
     names = attention.run.names
     inputs, given, before = [], set[int](), set[frozenset[int]]()
     for operand in operands:
-        made_of = names.made_of((source.number for source in operand.sources), beyond=True)
+        made_of = _made_of(attention, operand, beyond=True)
         given |= {source.number for source in made_of if not source.parents}
         projected = [source for source in _made_of(attention, operand) if source.kind == "projection"]
         parents = [names.sources[n] for source in projected or operand.sources for n in source.parents]
@@ -306,7 +303,7 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
     waiting, parts = waiting_parameters(attention.run, module), idle_modules(attention.run, module)
     for name in (name for name in idle if name not in waiting and not _of_a_later_token(name, idle, attention, module)):
         stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, parts)
-        unreached = worked is None and _of_idle_part(stem, idle, module)
+        unreached = worked is None and stem.rpartition(".")[0] in parts
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
         for departure in _missed(attention, module, name, worked):
@@ -365,13 +362,6 @@ def _could_take(attention: Attention, idle: Tensor) -> Operation:
         return part.product.operation
     wanted = SOFTMAXES | JOINS if idle.dim() > 1 else SOFTMAXES
     return next((op for op, _, _ in part.steps(attention.run) if op.name in wanted), part.product.operation)
-
-
-def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:
-    """Whether the call used none of the weights of the sub-module that a weight belongs to."""
-    part = stem.rpartition(".")[0]
-    own = [name for name, _ in module.named_parameters() if part and name.startswith(f"{part}.")]
-    return bool(own) and set(own) <= set(idle)
 
 
 def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Operation | None:

@@ -34,11 +34,7 @@ def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
 
 
 def with_some(may: Tensor, rows: Tensor) -> Tensor:
-    """Which scores stand in a row with some key that may be seen.
-
-    >>> with_some(torch.tensor([True, False, False]), torch.tensor([0, 0, 1])).tolist()
-    [True, True, False]
-    """
+    """Which scores stand in a row with some key that may be seen."""
     return sum_in(may, rows) > 0
 
 
@@ -62,8 +58,6 @@ def hidden_by_formula(part: Part, own: Tensor, may: Tensor | None, pattern: str)
 
 def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
-    if not bool(where.any()) or model.kind != "softmax":
-        return None
     below = (greatest_in(model.bias, model.rows, where) - model.bias)[where]
     # Next to nothing is a step only where there is no greater one: beside that it is rounding.
     steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])

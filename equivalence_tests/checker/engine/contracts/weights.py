@@ -60,14 +60,9 @@ class _Reader:
         operation = self.part.product.operation
         slot = operation.outputs[0]
         given = raw.view(slot.value.shape).to(slot.value.dtype)
-        found = replayed(
-            self.run.recorder,
-            {slot.key: given},
-            operation.index,
-            self.context.operands[0],
-            self.context.operation.index - 1,
-        )
-        values = self.context.operands[0].value if found is None else found
+        asked, until = self.context.operands[0], self.context.operation.index - 1
+        found = replayed(self.run.recorder, {slot.key: given}, operation.index, asked, until)
+        values = asked.value if found is None else found
         laid = self.context.contraction.rows(values).double()
         flat = torch.full((len(self.raw),), torch.nan, dtype=torch.float64)
         has = known(self.context.weights)
@@ -160,7 +155,7 @@ class _Reader:
             "keys": lambda: self.rows,
             "queries": lambda: table.head * width + table.key,
             "heads": lambda: table.query * width + table.key,
-            "samples": lambda: (table.head * tall + table.rank_query) * width + table.rank_key,
+            "batch": lambda: (table.head * tall + table.rank_query) * width + table.rank_key,
         }
         for axis, grouped in groupings.items():
             _, place = torch.unique(grouped(), return_inverse=True)  # type: ignore[no-untyped-call]
