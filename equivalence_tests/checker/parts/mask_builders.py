@@ -101,8 +101,7 @@ def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | No
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
     report = accepted(_reported(report, best, ran), intended or {})
     if report.verdict == "equal":
-        masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
-        _hold_masks(report, function, best.plan, masks, draws_of(_pads_near(function), COMPARED))
+        _hold_masks(report, function, best, draws_of(_pads_near(function), COMPARED))
     return report
 
 
@@ -257,14 +256,10 @@ def _unknown(output: Tensor) -> str:
 
 
 # ------------------------------------------------------------------------------------------- in torch's own
-def _hold_masks(
-    report: Report,
-    function: Callable[..., Any],
-    plan: CallOfRoles,
-    masks: Sequence[tuple[Meaning, Tensor]],
-    draws: Sequence[Drawn],
-) -> None:
-    """Hold masks, what each means and what it was in the first call, against what torch builds in fresh calls."""
+def _hold_masks(report: Report, function: Callable[..., Any], best: Attempt, draws: Sequence[Drawn]) -> None:
+    """Hold masks that were read against what torch builds in fresh calls."""
+    plan = best.plan
+    masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
     arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
     writer = Writer(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
     returned = []

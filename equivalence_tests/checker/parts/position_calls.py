@@ -145,8 +145,7 @@ def placements(subject: Subject, function: Callable[..., Any], like: Placement |
                 for path, given, xs in _added_to(roles, function, draws):
                     called = [_Called(*one, x, y) for one, x, y in zip(shapes, xs, returned, strict=True)]
                     for found in _placed(called, words, given):
-                        found = replace(found, roles=roles, draws=tuple(draws))
-                        yield replace(found, output=returned[0], embedding=path)
+                        yield replace(found, roles=roles, draws=tuple(draws), output=returned[0], embedding=path)
                 break
 
 
