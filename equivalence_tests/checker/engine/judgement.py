@@ -95,7 +95,7 @@ class WeightsModel:
         fill: What stands there instead of the score.
         sums: The sum of the weights of each score's row.
         rows: Which row each score belongs to.
-        axis: Over which scores the weights sum to one: "keys", "queries", "heads", "samples" or "".
+        axis: Over which scores the weights sum to one: "keys", "queries", "heads", "batch" or "".
         kind: "softmax", "linear", "sigmoid" or "other".
         single: Whether a part is computed in float32.
         cap: Of a tanh that holds the scores; 0 if there is none.

@@ -322,7 +322,8 @@ class Evidence(Conventions):
         for operands in self.judgement.operands:
             if self._needs_no_scale(departure, operands[:2]):
                 return "queries and keys are normalised, with gains that are learnt"
-            for before in (earlier(self.judgement.attention.run, operand, ("gain",)) for operand in operands[:2]):
+            sources, run = [(o, o.sources[0]) for o in operands[:2] if o.sources], self.judgement.attention.run
+            for before in (earlier(run, operand, source, ("gain",)) for operand, source in sources):
                 if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
             if own and (both := self._sharpened(departure, operands[:2])):

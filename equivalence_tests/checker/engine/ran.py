@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.vocabulary import DRAWS, FILLS, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
 from equivalence_tests.checker.reach.state import ask
@@ -89,7 +90,7 @@ def drawing_line(call: Callable[[], Tensor], of: Callable[[Operation], bool] = d
 def drops(operation: Operation) -> bool:
     """Whether an operation is a dropout that changes what it is given."""
     given, made = (slots[0].value if slots else None for slots in (operation.inputs, operation.outputs))
-    return "dropout" in operation.name and given is not None and made is not None and not torch.equal(given, made)
+    return "dropout" in operation.name and given is not None and made is not None and not identical(given, made)
 
 
 def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:

@@ -900,7 +900,11 @@ class AsksAnotherInVain(Base):
     ("target", "name", "line"),
     [
         (AsksAnotherInVain, "weight_never_used", "self.other(x)"),
-        (ForgetsOneNorm, "norm_never_used", "return q.contiguous(), k.contiguous(), v"),
+        (
+            ForgetsOneNorm,
+            "norm_never_used",
+            "return self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))",
+        ),
         (ForgetsItsTable, "weight_never_used", "scores = scores * self.logit_scale.exp()"),
     ],
 )

@@ -19,25 +19,12 @@ MISTAKES = {mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS,
 
 
 def named_mistake(name: str) -> Mistake:
-    """Look a mistake up by its name.
-
-    Raises:
-        KeyError: If there is none.
-
-    >>> named_mistake("softmax_missing").fix
-    'Apply softmax over the keys before multiplying by the values.'
-    """
+    """Look a mistake up by its name; an unknown one raises a KeyError."""
     return MISTAKES[name]
 
 
 def found_mistake(mistake: Mistake | str, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
-    """Give a finding with the words of a known mistake.
-
-    Args:
-        mistake: Which, or its name.
-        facts: The numbers that its words speak of.
-        shown: What else the finding shows: its lines, proof or evidence.
-    """
+    """Give a finding with the words of a known mistake, the facts that they speak of, and what else it shows."""
     mistake = named_mistake(mistake) if isinstance(mistake, str) else mistake
     facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan, "argument": ""} | dict(facts or {})
     said = {words: getattr(mistake, words).format(**facts) for words in ("sentence", "have", "want", "fix")}

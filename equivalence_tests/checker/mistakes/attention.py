@@ -204,8 +204,6 @@ LAYOUTS = (
 
 # ---------------------------------------------------------------------------------------------- softmax
 SOFTMAX = "weights = softmax(scores, dim=-1)"
-
-
 _softmax = rows("softmax", SOFTMAX)
 
 SOFTMAXES = (
@@ -248,34 +246,21 @@ SOFTMAXES = (
         "Leave one of them out.",
         (SOFTMAX_LINE, "scores.softmax(-1).softmax(-1)"),
     ),
-    _softmax(
-        "sigmoid_for_softmax",
-        "A sigmoid is used instead of the softmax.",
-        "weights = sigmoid(scores)",
-        "Use softmax over the keys.",
-        (SOFTMAX_LINE, "scores.sigmoid()"),
-    ),
-    _softmax(
-        "relu_for_softmax",
-        "A ReLU is used instead of the softmax.",
-        "weights = relu(scores)",
-        "Use softmax over the keys.",
-        (SOFTMAX_LINE, "F.relu(scores)"),
-    ),
-    _softmax(
-        "log_softmax_for_softmax",
-        "The logarithm of the softmax is used instead of the softmax.",
-        "weights = log(softmax(scores))",
-        "Use softmax over the keys.",
-        (SOFTMAX_LINE, "F.log_softmax(scores, -1)"),
-        of="itself",
-    ),
-    _softmax(
-        "softmin_for_softmax",
-        "A softmin is used instead of the softmax: the keys that fit least get most.",
-        "weights = softmax(-scores)",
-        "Use softmax over the keys.",
-        (SOFTMAX_LINE, "F.softmin(scores, -1)"),
+    *(
+        _softmax(
+            f"{name}_for_softmax",
+            f"{what} is used instead of the softmax.",
+            f"weights = {formula}",
+            "Use softmax over the keys.",
+            (SOFTMAX_LINE, code),
+            of="itself",
+        )
+        for name, what, formula, code in (
+            ("sigmoid", "A sigmoid", "sigmoid(scores)", "scores.sigmoid()"),
+            ("relu", "A ReLU", "relu(scores)", "F.relu(scores)"),
+            ("log_softmax", "The logarithm of the softmax", "log(softmax(scores))", "F.log_softmax(scores, -1)"),
+            ("softmin", "A softmin, which gives most to the least,", "softmax(-scores)", "F.softmin(scores, -1)"),
+        )
     ),
     _softmax(
         "softmax_overflows",
@@ -307,8 +292,6 @@ SOFTMAXES = (
 
 # ---------------------------------------------------------------------------------------------- positions
 ROTATED = "scores = rotate(q) rotate(k)ᵀ"
-ROLES_OF_X = "self.q_proj(x), self.k_proj(x), self.v_proj(x)"
-MATRICES = "self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(3))"
 _rotary = rows("rotary", ROTATED, "rotary")
 
 ROTARY = (
@@ -348,17 +331,6 @@ ROTARY = (
         ("scores = rotate(q, angle) rotate(k, angle)ᵀ = q kᵀ", "scores = rotate(q, i) rotate(k, j)ᵀ"),
         "Count the positions along the token axis, which is a different one before the heads are moved.",
         ("torch.arange(x.size(-2), dtype=x.dtype)", "torch.ones(x.size(-2), dtype=x.dtype)"),
-    ),
-    _rotary(
-        "rotary_of_another",
-        "The term added to rotate the {role} is made from the {other}.",
-        ("{role} cos + rotate_half({other}) sin", "{role} cos + rotate_half({role}) sin"),
-        "Rotate the {role} with its own elements.",
-        ("rotated(self, x):", "rotated(self, x, y=None):"),
-        ("a, b = x.chunk", "a, b = (x if y is None else y).chunk"),
-        ("self.rotated(k)", "self.rotated(k, q)"),
-        (ROLES_OF_X, "self.qkv_proj(x).chunk(3, -1)"),
-        (MATRICES, "self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim)"),
     ),
     *(
         _rotary(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 Change = tuple[str, str]
@@ -66,29 +66,19 @@ class Mistake:
                 return f"{owner} is named after {model}, which does so"
         return ""
 
-    def made_of(self, right: str, *changes: Change) -> "Mistake":
-        """Say which changes make this mistake."""
-        return replace(self, right=right, changes=changes)
-
 
 def rows(stage: str, want: str = "", right: str = "cross", **shared: Any) -> Callable[..., Mistake]:
-    """Give a function that makes the rows of one stage.
+    """Give row(name, sentence, have, fix, *changes), which makes the mistakes of one stage from what they share.
 
-    Args:
-        stage: Of all of them.
-        want: The right formula of those that do not bring their own.
-        right: The right code that their changes break.
-        shared: What else they share.
-
-    Returns:
-        row(name, sentence, have, fix, *changes): the formulas are what the code computes, or that and the right one.
+    That is the right formula, where ``have`` is not a pair of what the code computes and the right one, the right code
+    that changes break, and other columns.
     """
 
     def row(
         name: str, sentence: str, have: str | tuple[str, str], fix: str, *changes: Change, of: str = right, **more: Any
     ) -> Mistake:
         formulas = have if isinstance(have, tuple) else (have, want)
-        found = Mistake(name, stage, sentence, *formulas, fix, **shared | more)
-        return found.made_of(of, *changes) if changes else found
+        made = {"right": of, "changes": changes} if changes else {}
+        return Mistake(name, stage, sentence, *formulas, fix, **shared | more | made)
 
     return row

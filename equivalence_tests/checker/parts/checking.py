@@ -4,7 +4,6 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 """
 
 import contextlib
-import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +18,20 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.search import Search, rest_of_module
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.parts.angle_tables import AngleTables, angle_readings
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
-from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions, module_cases, weights_of
+from equivalence_tests.checker.parts.holding_parts import (
+    cases_of,
+    hold_module,
+    hold_positions,
+    module_cases,
+    weights_of,
+)
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
-from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_readings
-from equivalence_tests.checker.parts.position_calls import Placement, placements
-from equivalence_tests.checker.parts.position_writing import cases_of
-from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
-from equivalence_tests.checker.parts.readings import Observation, is_right, judge
-from equivalence_tests.checker.parts.rotations import rotating
+from equivalence_tests.checker.parts.norms import is_rms_norm, norm_readings
+from equivalence_tests.checker.parts.position_calls import Placement, angles_joined, placements, rotating
+from equivalence_tests.checker.parts.positions import angle_readings, position_readings, rotary_readings
+from equivalence_tests.checker.parts.readings import Observation, PartReading, is_right, judge
 from equivalence_tests.checker.reach.arguments import SIZES
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -42,22 +44,14 @@ from equivalence_tests.checker.reporting.report import Report
 
 SHAPES = ((2, 5), (4, 6), (1, 8))
 MOST_OBSERVED = 3
+OnTokens = Callable[[Tensor], Tensor | None]  # (batch, len, features)
 LARGE = 64
 
 
 def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str = "", right: bool = False) -> Report:
-    """Check a part that is no attention.
+    """Check a part that is no attention: a class, an instance or a factory, at some path inside a model.
 
-    Args:
-        found: Class, instance or factory.
-        name: What to call it.
-        kind: One of ``KINDS``, but for "attention" and "layers".
-        adapter: How to build it, if that cannot be found out.
-        where: Path inside a model; "" for the object itself.
-        right: Ask only whether it is a right one, which takes less time; of a mask builder all is asked.
-
-    Returns:
-        The report.
+    With ``right``, it is only asked whether it is a right one, which takes less time; of a mask builder all is asked.
 
     Raises:
         CannotCheckError: If it cannot be built or called.
@@ -76,10 +70,8 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     if not observed:
         if kind == "positional_encoding":
             raise CannotCheckError(f"no call of {name} returned a table of positions, or vectors plus one")
-        answer = f"; it said {errors[0]}" if errors else ""
-        raise CannotCheckError(
-            f"no call {name}(x) with x of (batch, len, features) returned a tensor of that shape{answer}"
-        )
+        failed = f"no call {name}(x) with x of (batch, len, features) returned a tensor of that shape"
+        raise CannotCheckError(f"{failed}; it said {errors[0]}" if errors else failed)
     return observed[0]
 
 
@@ -105,7 +97,7 @@ def _examine_module(
     if norm and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
     # Beside convolutions, features and tokens may be in each other's place.
-    layouts = ((features_first, _on_tokens(module, features_first)) for features_first in (False, True))
+    layouts = ((features_first, partial(_on_tokens, module, features_first)) for features_first in (False, True))
     fed = ((*layout, list(_observe(layout[1], width, norm, errors))) for layout in layouts)
     features_first, call, observations = next((found for found in fed if found[2]), (False, None, []))
     if call is None:
@@ -125,7 +117,7 @@ def _examine_module(
     if report.verdict == "unchecked" and not right:
         calls = [case.call for case in module_cases(module, width, features_first)]
         examine = partial(_examine_module, module, subject, kind, where, [], right=True)
-        _explain(report, module, call, x, partial(_located, report, subject, calls, examine))
+        _explain(report, type(module).__name__, call, x, partial(_located, report, subject, calls, examine))
     hold_module(judged, subject, module, width, features_first)
     return report
 
@@ -142,26 +134,15 @@ def _located(report: Report, subject: Subject, calls: Sequence[Call], examine: C
     return search.locate(report, rest_of_module(search, read, weights_of(search.module)), subject.adapter.intended)
 
 
-def _on_tokens(module: nn.Module, features_first: bool) -> Callable[[Tensor], Tensor | None]:
-    """Give a function that calls a module on tokens, (batch, len, features), whichever layout the module takes."""
-
-    def call(x: Tensor) -> Tensor | None:
-        given = x.mT.contiguous() if features_first else x.clone()  # residuals may be added in place
-        output = next(tensors_in(module(given)), None)
-        return output.mT if features_first and output is not None and output.dim() == 3 else output
-
-    return call
+def _on_tokens(module: nn.Module, features_first: bool, x: Tensor) -> Tensor | None:
+    """Call a module on tokens, (batch, len, features), whichever layout the module takes."""
+    given = x.mT.contiguous() if features_first else x.clone()  # residuals may be added in place
+    output = next(tensors_in(module(given)), None)
+    return output.mT if features_first and output is not None and output.dim() == 3 else output
 
 
-def _explain(
-    report: Report,
-    module: nn.Module,
-    call: Callable[[Tensor], Tensor | None],
-    x: Tensor,
-    located: Callable[[], bool],
-) -> None:
+def _explain(report: Report, owner: str, call: OnTokens, x: Tensor, located: Callable[[], bool]) -> None:
     """Say why no reading fits, as far as that is known."""
-    named = report.kind != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
     other = x.clone()
     other[0, 0] *= torch.linspace(-2, 2, x.size(-1))
     before, again, after = (next(tensors_in(attempt(partial(call, one))), x[:0]) for one in (x, x, other))
@@ -172,52 +153,29 @@ def _explain(
     elif located():
         return
     elif not torch.allclose(before[:1, 1:], after[:1, 1:], rtol=1e-4, atol=1e-6):
-        report.verdict = "deviates" if named else "unchecked"
-        report.reason = (
-            f"It mixes tokens: its output for one changes with another, while a {report.kind} treats each on its own."
-        )
-    elif named and _leaves_sizes(module, x):
-        evidence = "called on random tokens, with all gains one and all biases zero"
-        report.verdict, report.reason = "deviates", ""
-        report.findings = [found_mistake("norm_leaves_different_sizes", evidence=evidence)]
-
-
-def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
-    """Whether tokens of different sizes still have different sizes behind a norm without its gain and bias."""
-    plain = copy.deepcopy(module)
-    for name, parameter in plain.named_parameters():
-        parameter.data.fill_(float(bool(GAIN_NAME.search(name.rpartition(".")[2]))))
-    given = next(tensors_in(attempt(partial(plain, 100 * x))), None)  # beside which any eps is nothing
-    if given is None or given.shape != x.shape:
-        return False
-    sizes = given.square().mean(-1)
-    return bool(sizes.max() > 1.1 * sizes.min())
+        named = re.search("layer_?norm|rms_?norm", owner, re.IGNORECASE)
+        report.verdict = "deviates" if named and report.kind != "feed forward" else "unchecked"
+        each = f"while a {report.kind} treats each on its own"
+        report.reason = f"It mixes tokens: its output for one changes with another, {each}."
 
 
 def _examine_positions(
     module: nn.Module | None, subject: Subject, where: str, right: bool, like: Placement | None = None
 ) -> Report | None:
     """Try every place where its table can be found, or the one that is known; with ``right``, only right readings."""
-    tables, unmatched = AngleTables(), None
-    with tables.of(module or subject.function) as function:
+    unmatched = None
+    with angles_joined(module or subject.function) as (function, angles):
         for placement in placements(subject, function, like):
             width = placement.observations[0][1].size(-1)
-            known = rotary_readings if placement.rotated else angle_readings if tables.met else position_readings
-            found = (placement.words, placement.mistakes, placement.notes)
-            beside = (one.beside(*found) for one in known(module, width))
-            readings = (one for one in beside if is_right(one.mistakes) or not (right or placement.grid))
-            report = Report(subject.name, "positional encoding")
-            calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
-            judged = judge(report, readings, placement.observations, calls, where)
-            if report.verdict != "unchecked":
-                hold_positions(judged, subject, placement, function)
+            known = rotary_readings if placement.rotated else angle_readings if angles else position_readings
+            readings = known(module, width)
+            report = _judged(subject, placement, function, readings, where, right or bool(placement.grid))
             if report.verdict != "unchecked":
                 return report
             unmatched = unmatched or (report, placement)
-    for function in rotating(subject.function) if module is None and like is None else ():
-        turned = _rotation(subject, function)
-        if turned is not None:
-            return turned
+    rotation = next(_rotations(subject), None) if module is None and like is None else None
+    if rotation is not None:
+        return rotation
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
         again = partial(_examine_positions, module, subject, where, True, unmatched[1])
@@ -225,18 +183,33 @@ def _examine_positions(
     return None if unmatched is None else unmatched[0]
 
 
-def _rotation(subject: Subject, function: Callable[[Tensor], Tensor]) -> Report | None:
-    """Read a rotation that is right with the angles that it is handed; with others any may be wrong."""
-    for placement in (one for one in placements(subject, function) if one.rotated):
-        report = Report(subject.name, "positional encoding")
-        beside = (x.beside(placement.words, (), ()) for x in rotary_readings(None, placement.draws[0].width))
-        readings = (one for one in beside if is_right(one.mistakes))
-        judged = judge(report, readings, placement.observations, [placement.again], "")
-        if report.verdict != "unchecked":
-            hold_positions(judged, subject, placement, function)
-        if report.verdict != "unchecked":
-            return report
-    return None
+def _judged(
+    subject: Subject,
+    placement: Placement,
+    function: Callable[..., Any],
+    readings: Iterator[PartReading],
+    where: str,
+    right: bool,
+) -> Report:
+    """Find the reading of a placement, and hold it against what torch has; with ``right``, only right readings."""
+    beside = (one.beside(placement.words, placement.mistakes, placement.notes) for one in readings)
+    wanted = (one for one in beside if is_right(one.mistakes) or not right)
+    report = Report(subject.name, "positional encoding")
+    calls: list[Callable[[], Any]] = [partial(placement.way.call, function, placement.draws[0])]
+    if isinstance(function, nn.Module):
+        calls.append(lambda: _constructed(function))
+    hold_positions(judge(report, wanted, placement.observations, calls, where), subject, placement, function)
+    return report
+
+
+def _rotations(subject: Subject) -> Iterator[Report]:
+    """Read rotations that are right with the angles that they are handed; with others any may be wrong."""
+    for function in rotating(subject.function):
+        for placement in (one for one in placements(subject, function) if one.rotated):
+            readings = rotary_readings(None, placement.draws[0].width)
+            report = _judged(subject, placement, function, readings, "", right=True)
+            if report.verdict != "unchecked":
+                yield report
 
 
 def _constructed(module: nn.Module) -> None:
@@ -245,9 +218,7 @@ def _constructed(module: nn.Module) -> None:
         next(build(type(module)))
 
 
-def _observe(
-    call: Callable[[Tensor], Tensor | None], width: int, norm: bool, errors: list[str]
-) -> Iterator[Observation]:
+def _observe(call: OnTokens, width: int, norm: bool, errors: list[str]) -> Iterator[Observation]:
     """Feed it tokens of a normal and, where eps counts, of a small size; ``errors`` receives what it said."""
     generator = torch.Generator().manual_seed(0)
     for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if norm else (1.0,)):

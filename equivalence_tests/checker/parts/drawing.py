@@ -31,7 +31,6 @@ class Drawn:
         first: Token ids (b, n).
         second: Token ids (b, m) of another sequence.
         lengths: (b,), at most n.
-        pad_id: The padding.
         window: How far a window reaches, or a prefix.
         width: Number of features of the vectors.
     """
@@ -54,14 +53,8 @@ class Drawn:
         if role == "vectors":
             return torch.randn(batch, length, self.width, generator=torch.Generator().manual_seed(length))
         positions = torch.arange(length)
-        others: dict[str, Any] = {
-            "size": length,
-            "key_size": self.second.size(1),
-            "samples": batch,
-            "heads": 2,
-            "window": self.window,
-            "prefix": self.window,
-        }
+        others: dict[str, Any] = {"size": length, "key_size": self.second.size(1), "samples": batch, "heads": 2}
+        others |= {"window": self.window, "prefix": self.window}
         others |= {"pad_id": self.pad_id, "lengths": self.lengths, "shape": (batch, length), "width": self.width}
         others |= {"positions": positions, "positions of each sample": positions.expand(batch, -1), "padding": ~keep}
         return (others | {"device": "cpu", "dtype": torch.float32})[role]

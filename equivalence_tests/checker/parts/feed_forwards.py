@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.ran import recorded
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.equivalent.writer import Text
 from equivalence_tests.checker.parts.functions import BIAS
-from equivalence_tests.checker.parts.readings import PartReading, Row
+from equivalence_tests.checker.parts.readings import PartReading
 
 Map = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Map] = {
@@ -51,23 +51,14 @@ GATES: dict[str, Map] = {
     "GLU": torch.sigmoid,
     "a gate without activation": ACTIVATIONS["nothing"],
 }
-# How a gate meets what it gates, and what is wrong with that.
-GATED: tuple[tuple[tuple[str, ...], Callable[[Map, Any, Any], Any]], ...] = (
-    ((), lambda f, gate, up: f(gate) * up),
-    (("activation_of_gated_product",), lambda f, gate, up: f(gate * up)),
-    (("gate_added",), lambda f, gate, up: f(gate) + up),
-    (("activation_of_gate_and_gated",), lambda f, gate, up: f(gate) * f(up)),
-)
 GIVEN = "arg:x"
-PLAIN = "linear2(activation(linear1(x)))"
+TORCHS_NAMES = "linear1, linear2"
+PLAIN, MISPLACED = "linear2(activation(linear1(x)))", ("activation_misplaced",)
 PLACES: dict[str, tuple[tuple[str, ...], Callable[[Map, Map, Map, Any], Any]]] = {
     PLAIN: ((), lambda f, one, two, x: two(f(one(x)))),
-    "linear2(linear1(activation(x)))": (("activation_misplaced",), lambda f, one, two, x: two(one(f(x)))),
-    "activation(linear2(linear1(x)))": (("activation_misplaced",), lambda f, one, two, x: f(two(one(x)))),
-    "activation(linear2(activation(linear1(x))))": (
-        ("activation_misplaced",),
-        lambda f, one, two, x: f(two(f(one(x)))),
-    ),
+    "linear2(linear1(activation(x)))": (MISPLACED, lambda f, one, two, x: two(one(f(x)))),
+    "activation(linear2(linear1(x)))": (MISPLACED, lambda f, one, two, x: f(two(one(x)))),
+    "activation(linear2(activation(linear1(x))))": (MISPLACED, lambda f, one, two, x: f(two(f(one(x))))),
 }
 Wrap = Callable[[Map, Map, Tensor], Tensor]
 # What stands around the linears, and what is wrong with that.
@@ -94,14 +85,12 @@ WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """x -> x weightᵀ + bias, in float64 whatever the module computes in.
+    """x -> x weightᵀ + bias, in float64 whatever the module computes in, with torch's name for it as its role.
 
     Args:
-        name: How the user calls it.
         weight: (out, in).
         bias: (out,); None if none is added.
         end: The operation that gives the result.
-        role: How torch would call it.
     """
 
     name: str
@@ -126,15 +115,14 @@ class Projection:
 def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartReading]:
     """Read a feed-forward in every way in which its matrices can be used in the order of a run.
 
-    Yields:
-        Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
+    Two linears with anything between, and gated ones, stand alone or with residual and LayerNorm.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     recorder = recorded(lambda: module(given), [*parameters.items(), (GIVEN, given)])
     touched = {n for operation in recorder.operations for bits in operation.origins for n in recorder.named(bits)}
     idle = {name: p.detach().double() for name, p in parameters.items() if name not in touched}
     norms = ((path, m) for path, m in module.named_modules() if m is not module and _is_norm(m))
-    norm = next((_Inner(path, m) for path, m in norms), None)
+    norm = next((functools.partial(_as_it_is, path, m) for path, m in norms), None)
     wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
     for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
         if not (body.notes and mistakes):  # of what stands around a gated one only what is right is reported
@@ -142,15 +130,9 @@ def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartRead
             yield reading.beside((("includes", words, PLAIN),), mistakes)
 
 
-@dataclass(frozen=True)
-class _Inner:
-    """A sub-module that is called as it is."""
-
-    path: str
-    module: nn.Module
-
-    def __call__(self, x: Any) -> Any:
-        return x.writer.called(x, self.path) if isinstance(x, Text) else self.module(x)
+def _as_it_is(path: str, module: nn.Module, x: Any) -> Any:
+    """Call a sub-module, or write that down."""
+    return x.writer.called(x, path) if isinstance(x, Text) else module(x)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -168,25 +150,21 @@ def _applied(recorder: Recorder) -> list[Projection]:
         own = [(slot.value.double(), names[0]) for slot, names in sides if names and GIVEN not in names]
         product = contraction_of(operation) if data and own else None
         if product is not None:
-            (weight, name), *bias = own
+            (weight, name), *biases = own
             sided = product.swapped() if data[0] is operation.inputs[1] else product
-            found.append(
-                Projection(
-                    name.removesuffix(".weight"), sided.columns(weight)[0], bias[0][0] if bias else None, operation
-                )
-            )
+            bias = biases[0][0] if biases else None
+            found.append(Projection(name.removesuffix(".weight"), sided.columns(weight)[0], bias, operation))
         elif data and own and operation.name == "add":
-            ended = [p.end.outputs[0].key == data[0].key and own[0][0].numel() == len(p.weight) for p in found]
-            found = [
-                replace(p, bias=own[0][0].flatten(), end=operation) if e else p
-                for p, e in zip(found, ended, strict=True)
-            ]
+            added = own[0][0].flatten()
+            for place, p in enumerate(found):
+                if p.end.outputs[0].key == data[0].key and len(added) == len(p.weight):
+                    found[place] = replace(p, bias=added, end=operation)
     return found
 
 
 def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[PartReading]:
     """Put what there is between the matrices, as many as are applied."""
-    if not applied:
+    if len(applied) < 2:
         return
     last = replace(applied[-1], role="linear2")
     first = list({p.name: p for p in applied[:-1]}.values())  # an activation by hand may apply one twice
@@ -197,34 +175,17 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
             yield from _gated(gate, up, last, f"{names}, {last.name}")
     elif len(first) == 1:
         yield from _plain(replace(first[0], role="linear1"), last, idle)
-        for unused in (name for name, p in idle.items() if p.shape == first[0].weight.shape):
-            for gated in _gated(first[0], first[0], last, f"{first[0].name} (gate and values), {last.name}"):
-                yield replace(gated, mistakes=(*gated.mistakes, "gate_gates_itself"), facts={"parameter": unused})
-    elif not first:
-        for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):
-            for name, activation in ACTIVATIONS.items():
-                mistakes = ("ff_second_linear_missing", *MISTAKES.get(name, ("activation_exchanged",)))
-                words = _rows(name, f"{last.name}, {unused}")
-                yield PartReading(
-                    functools.partial(_then, last, activation), words, mistakes, facts={"activation": name}
-                )
-
-
-def _then(one: Map, two: Map, x: Any) -> Any:
-    return two(one(x))
 
 
 def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> Iterator[PartReading]:
     """The activation between the linears, before both, after both, and in two places."""
-    biases = (
-        _with_idle_bias(first, idle, "ff_first_bias_unused"),
-        _with_idle_bias(second, idle, "ff_second_bias_unused"),
-    )
-    every = itertools.product(ACTIVATIONS.items(), *biases, PLACES.items())
+    ones, twos = (_with_idle_bias(p, idle, f"ff_{n}_bias_unused") for p, n in ((first, "first"), (second, "second")))
+    every = itertools.product(ACTIVATIONS.items(), ones, twos, PLACES.items())
     for (name, f), (one, lost), (two, lost_too), (place, (misplaced, form)) in every:
         if name != "nothing" or place == PLAIN:
             mistakes = (*misplaced, *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
-            words = _rows(name, f"{first.name}, {second.name}")
+            linears = ("linears", f"{first.name}, {second.name}", TORCHS_NAMES)
+            words = ("activation", name, "ReLU, GELU or any function"), linears
             formula = functools.partial(form, f, one, two)
             yield PartReading(formula, words, mistakes, facts={"formula": place, "activation": name})
 
@@ -232,33 +193,22 @@ def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> It
 def _with_idle_bias(p: Projection, idle: dict[str, Tensor], mistake: str) -> list[tuple[Projection, tuple[str, ...]]]:
     """A matrix as it is applied; where a bias stands beside it and is not added, with that too."""
     owners = p.name, p.name.rpartition(".")[0]
-    beside = [
-        bias
-        for name, bias in idle.items()
-        if name.rpartition(".")[0] in owners
-        and bias.shape == p.weight.shape[:1]
-        and BIAS.search(name.rpartition(".")[2].lower())
-    ]
+    named = ((*name.rpartition("."), bias) for name, bias in idle.items() if bias.shape == p.weight.shape[:1])
+    beside = [bias for owner, _, last, bias in named if owner in owners and BIAS.search(last.lower())]
     if p.bias is not None or not beside:
         return [(p, ())]
     return [(replace(p, bias=beside[0]), ()), (p, (mistake,))]
-
-
-def _rows(activation: str, linears: str) -> tuple[Row, ...]:
-    return ("activation", activation, "ReLU, GELU or any function"), ("linears", linears, "linear1, linear2")
 
 
 def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[PartReading]:
     """down(activation(gate(x)) * up(x))."""
     gate, up, down = (replace(p, role=role) for p, role in ((gate, "gate"), (up, "up"), (down, "down")))
     note = "torch.nn has no gated feed-forward: it equals down(activation(gate(x)) * up(x)), written with F.linear"
-    for (name, f), (mistakes, form) in itertools.product(GATES.items(), GATED):
-        rows = ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"), ("linears", linears, "linear1, linear2")
-        bare = name == "a gate without activation"
-        if not (bare and mistakes):
-            wrong = ("gate_without_activation",) if bare else mistakes
-            yield PartReading(functools.partial(_by_gate, form, f, gate, up, down), rows, wrong, (note,))
+    for name, f in GATES.items():
+        rows = ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"), ("linears", linears, TORCHS_NAMES)
+        wrong = ("gate_without_activation",) if name == "a gate without activation" else ()
+        yield PartReading(functools.partial(_by_gate, f, gate, up, down), rows, wrong, (note,))
 
 
-def _by_gate(form: Callable[..., Any], f: Map, gate: Map, up: Map, down: Map, x: Any) -> Any:
-    return down(form(f, gate(x), up(x)))
+def _by_gate(f: Map, gate: Map, up: Map, down: Map, x: Any) -> Any:
+    return down(f(gate(x)) * up(x))

@@ -16,12 +16,7 @@ BIAS = re.compile(r"^b(_?\w{0,3})?$|bias|beta|shift")
 
 
 class FunctionModule(nn.Module):
-    """Calls a function with x and with arguments of its own, those that are tensors as its parameters.
-
-    Args:
-        function: The function.
-        given: Its arguments after x, by name.
-    """
+    """Calls a function with x and with what is given for its other arguments: tensors are parameters."""
 
     def __init__(self, function: Callable[..., Any], given: dict[str, Any]) -> None:
         super().__init__()
@@ -35,11 +30,7 @@ class FunctionModule(nn.Module):
 
 
 def function_modules(function: Callable[..., Any], kind: str, width: int, ff_dim: int) -> Iterator[FunctionModule]:
-    """Give the required arguments after x what their names ask for.
-
-    Yields:
-        Modules for each choice of shapes, whether the function can be called with them or not.
-    """
+    """Give the required arguments after x what their names ask for, in each choice of shapes, callable or not."""
     required = [p.name for p in parameters_of(function) if p.default is p.empty][1:]
     choices = (_values(name.lower(), width, ff_dim if kind == "feed_forward" else 0) for name in required)
     for values in itertools.islice(itertools.product(*choices), MOST):
@@ -50,8 +41,6 @@ def _values(name: str, width: int, ff_dim: int) -> list[Any]:
     """Give what a name asks for: a matrix may be (in, out) or (out, in), a bias as wide as what either gives."""
     if "eps" in name:
         return [EPS]
-    if re.search("shape|dim|size", name):
-        return [(width,), width]
     sizes = (ff_dim, width) if ff_dim else (width,)
     if not ff_dim or BIAS.search(name):
         return [torch.ones(size) for size in sizes]

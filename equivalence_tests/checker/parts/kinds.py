@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,11 +64,7 @@ def _normalises(found: nn.Module) -> bool:
 
 
 def there_and_back(found: nn.Module) -> bool:
-    """Whether its linears lead to another width and back: two, or three with a gate, packed or not.
-
-    >>> there_and_back(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), there_and_back(nn.MultiheadAttention(4, 2))
-    (True, False)
-    """
+    """Whether its linears lead to another width and back: two, or three with a gate, packed or not."""
     shapes = [tuple(m.weight.shape) for m in found.modules() if isinstance(m, nn.Linear)]
     inside, width = shapes[-1][::-1] if shapes else (0, 0)
     halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
@@ -118,11 +113,7 @@ def kind_of(path: str, child: nn.Module) -> str:
 
 
 def runs(child: nn.Module) -> bool:
-    """Whether a module can be called: a list cannot, nor a class without a forward.
-
-    >>> runs(nn.ReLU()), runs(nn.ModuleList())
-    (True, False)
-    """
+    """Whether a module can be called: a list cannot, nor a class without a forward."""
     return type(child).forward is not nn.Module.forward or type(child).__call__ is not nn.Module.__call__
 
 
@@ -185,13 +176,7 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def _holds_sinusoids(module: nn.Module) -> bool:
-    """Whether a module is a table of sines and cosines, whatever it is called.
-
-    >>> module = nn.Module()
-    >>> module.table = torch.stack((torch.arange(4.0).sin(), torch.arange(4.0).cos()), -1)
-    >>> _holds_sinusoids(module), _holds_sinusoids(nn.Linear(4, 2))
-    (True, False)
-    """
+    """Whether a module is a table of sines and cosines, whatever it is called."""
     if any(not isinstance(child, nn.Dropout | nn.Embedding | nn.Identity) for child in module.children()):
         return False
     tables = [x.squeeze() for x in own_tensors(module)]
@@ -202,8 +187,9 @@ def _holds_sinusoids(module: nn.Module) -> bool:
     return False
 
 
-def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+def own_tensors(found: Any) -> list[Tensor]:
     """List the floating tensors that a module itself holds: parameters, buffers and plain attributes."""
-    for x in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            yield x.detach()
+    if not isinstance(found, nn.Module):
+        return []
+    held = (*found.parameters(recurse=False), *found.buffers(recurse=False), *vars(found).values())
+    return [x.detach() for x in held if isinstance(x, Tensor) and x.is_floating_point()]

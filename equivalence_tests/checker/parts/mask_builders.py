@@ -1,4 +1,4 @@
-"""Check code that builds masks: try what it takes, and compare what it gives with every mask that it could mean.
+"""Check code that builds masks: try what it takes, compare what it gives with every mask that it could mean, write it.
 
 Token ids, lengths and sizes are drawn so that no two axes are alike and padding has holes. A mask is read when one
 reading, right or with known mistakes, gives it on all draws, in one shape and one meaning of its numbers.
@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
+from equivalence_tests.checker.equivalent.texts import Code, bracketed
+from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.intended import accepted
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
-from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
+from equivalence_tests.checker.parts.drawing import KINDS, OF_BOOLS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import BUILDER_NAME
-from equivalence_tests.checker.parts.mask_meanings import COMPARED, Meaning, draws_of, meanings
-from equivalence_tests.checker.parts.mask_writing import hold_masks
+from equivalence_tests.checker.parts.mask_meanings import (
+    COMPARED,
+    READ,
+    Meaning,
+    draws_of,
+    evaluated,
+    meanings,
+    number_of,
+)
 from equivalence_tests.checker.reach.arguments import MASK_ROLES, first_match
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -32,7 +46,7 @@ from equivalence_tests.checker.reach.masking import COUNTS, ENCODINGS, SHAPES, i
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 # What is tried where a name says nothing: one sequence, another, or something else.
@@ -42,6 +56,7 @@ KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 SHOWN = "gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake does"
 STRONG = -1e4
+SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
 MOST_CALLS = 200
 
 
@@ -70,15 +85,7 @@ def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | None = None) -> Report:
-    """Check a function or method that builds masks.
-
-    Args:
-        found: The function.
-        name: What to call it.
-        intended: Which deviations are on purpose: name -> reason.
-
-    Returns:
-        The report: which mask each output is, in which shape and meaning, and what is wrong with it.
+    """Say which mask each output of a function or method is, in which shape and meaning, and what is wrong with it.
 
     Raises:
         CannotCheckError: If it cannot be called, or gives no mask.
@@ -94,8 +101,7 @@ def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | No
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
     report = accepted(_reported(report, best, ran), intended or {})
     if report.verdict == "equal":
-        masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
-        hold_masks(report, function, best.plan, masks, draws_of(_pads_near(function), COMPARED))
+        _hold_masks(report, function, best, draws_of(_pads_near(function), COMPARED))
     return report
 
 
@@ -239,8 +245,6 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
         report.findings.append(found_mistake(name, {"fill": fill}, stack=stack, evidence=SHOWN))
     if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
-    if mask.shape == "(heads * batch, query, key)":
-        report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")
 
 
 def _unknown(output: Tensor) -> str:
@@ -249,3 +253,71 @@ def _unknown(output: Tensor) -> str:
         return "holds NaN"
     hides_all = not bool(output.double().isfinite().any())
     return "hides everything" if hides_all else f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
+
+
+# ------------------------------------------------------------------------------------------- in torch's own
+def _hold_masks(report: Report, function: Callable[..., Any], best: Attempt, draws: Sequence[Drawn]) -> None:
+    """Hold masks that were read against what torch builds in fresh calls."""
+    plan = best.plan
+    masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
+    arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
+    writer = Writer(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
+    returned = []
+    for place, (mask, output) in enumerate(masks, start=1):
+        name, heads = f"may_attend_{place}" if len(masks) > 1 else "may_attend", len(output) // READ[0][0]
+        writer.lines.append(f"{name} = {_written(plan, mask, heads, draws)}  # True = may look")
+        returned.append(_as_given(mask, output).replace("MASK", name))
+    inner = getattr(function, "func", function)
+    part = WrittenPart(writer.equivalent(writer.source(Text(", ".join(returned), writer)), source_of(inner)))
+    asked, source = [name for name, role in plan.roles if role in SAYS_WHAT], part.equivalent.source
+    # A name that is used stands there more often than in its own place among the arguments.
+    idle = [name for name in asked if len(re.findall(rf"\b{name}\b", source)) < 2]
+    if idle:
+        report.verdict = "unchecked"
+        report.reason = f"Nothing that it builds depends on its argument {idle[0]}."
+        return
+    hold_part(report, part, _cases(function, plan, draws), output=joined_output)
+
+
+def _laid_out(plan: CallOfRoles, mask: Meaning, heads: str) -> Iterator[str]:
+    """List what may be the mask in its shape, the shortest expression first."""
+    text, behind = bracketed(Code(mask.text)), SHAPES[mask.shape].replace("heads", heads)
+    plain = mask.text.lstrip("~")
+    if plain.endswith(")[:, None]") and bracketed(Code(plain)) == plain:
+        of_keys = mask.text.removesuffix("[:, None]")
+        yield of_keys if of_keys.startswith("~") else of_keys[1:-1]
+    yield from (mask.text, f"{text}[None]", f"{text}[None, None]")
+    yield f"{text}{behind}".replace("[:, None][:, None]", "[:, None, None]")
+    yield f"{text}.expand({number_of('samples', plan)}, {', '.join(mask.lengths)}){behind}"
+
+
+def _written(plan: CallOfRoles, mask: Meaning, heads: int, draws: Sequence[Drawn]) -> str:
+    """Write what may be looked at, in the shape in which it is handed over."""
+    wanted = [in_shape(mask.mask(plan, drawn), mask.shape, heads) for drawn in draws]
+
+    def fits(text: str) -> bool:
+        found = attempt(lambda: [evaluated(text, plan, drawn) for drawn in draws])
+        return found is not None and all(map(torch.equal, found, wanted))
+
+    texts = list(_laid_out(plan, mask, plan.named("heads") or str(heads)))
+    return next(filter(fits, texts), texts[-1])  # what fits nowhere, the comparison refuses
+
+
+def _as_given(mask: Meaning, output: Tensor) -> str:
+    dtype = "" if output.dtype == torch.get_default_dtype() else f", dtype={output.dtype}"
+    if mask.encoding == "additive":
+        fill = float(output.min())
+        said = "-torch.inf" if fill == -torch.inf else repr(fill)
+        hidden = "MASK" if "mask_inverted" in mask.mistakes else "~MASK"
+        return f"torch.zeros(MASK.shape{dtype}, device=MASK.device).masked_fill({hidden}, {said})"
+    meaning, _, kind = mask.encoding.partition("_")
+    text = "MASK" if meaning == "look" else "~MASK"
+    return f"({text}).to({output.dtype})".replace("(MASK)", "MASK") if kind else text
+
+
+def _cases(function: Callable[..., Any], plan: CallOfRoles, draws: Sequence[Drawn]) -> Iterator[Case]:
+    for drawn in draws:
+        other = replace(drawn, window=3, pad_id=4)
+        kwargs = {name: other.value(role, plan.layout) for name, role in plan.roles}
+        words = f"{drawn.first.size(0)} of {drawn.first.size(1)} and {drawn.second.size(1)} tokens"
+        yield Case(Call(function, (), kwargs), None, words)

@@ -54,7 +54,6 @@ class Meaning:
     Args:
         words: What it hides.
         text: True = may look, as Python, in a shape that broadcasts to (batch, query, key).
-        mistakes: What is wrong with it.
         lengths: Of queries and keys, as Python.
         shape: In which it was found to be given; "" before that.
         encoding: What its numbers were found to mean; "" before that.
@@ -92,9 +91,7 @@ def evaluated(text: str, plan: CallOfRoles, drawn: Drawn) -> Any:
 def draws_of(pads: set[int], shapes: Sequence[Lengths] = READ) -> list[Drawn]:
     """Draw calls; among the ids are all that may stand for padding.
 
-    Args:
-        pads: These ids.
-        shapes: The number of samples, two lengths, and how much of the first each sample uses, for each call.
+    The shape of a call is the number of samples, two lengths, and how much of the first one each sample uses.
 
     >>> draws_of({7})[0].first.unique().tolist()
     [0, 1, 2, 3, 4, 7]
@@ -111,9 +108,7 @@ def draws_of(pads: set[int], shapes: Sequence[Lengths] = READ) -> list[Drawn]:
 def meanings(plan: CallOfRoles, ids: Sequence[int]) -> list[Meaning]:
     """List every mask that can be built from what a builder is given, those with the fewest mistakes first.
 
-    Args:
-        plan: What its arguments are.
-        ids: The token ids that may stand for padding where no argument says which does.
+    The ids may stand for padding where no argument says which does.
     """
     found: list[Meaning] = []
     known = [one for one in ("first", "second") if any(plan.named(role) for role, _ in NUMBERS[one])]
@@ -143,12 +138,7 @@ def laid(role: str, plan: CallOfRoles) -> str:
 
 
 def number_of(what: str, plan: CallOfRoles) -> str:
-    """Write how many tokens there are in the first or the second sequence, or how many samples.
-
-    Args:
-        what: One of ``NUMBERS``.
-        plan: What the arguments of the builder are.
-    """
+    """Write how many tokens there are in the "first" or the "second" sequence, or how many "samples"."""
     return next((text.format(laid(role, plan)) for role, text in NUMBERS[what] if plan.named(role)), "1")
 
 

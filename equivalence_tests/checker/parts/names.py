@@ -20,5 +20,9 @@ def kind_of_name(name: str) -> str:
     >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
     ('attention', 'feed_forward', '')
     """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "")
+    return next((kind for pattern, kind in NAMES if re.search(pattern, words_of(name))), "")
+
+
+def words_of(name: str) -> str:
+    """Write a name in small letters, with the words of camel case apart."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

@@ -13,6 +13,7 @@ from torch import nn
 
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
+from equivalence_tests.checker.parts.names import words_of
 from equivalence_tests.checker.parts.readings import PartReading, is_right
 
 SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds by default
@@ -31,15 +32,11 @@ class Norm:
     """A norm: gain * (x - mean) / divisor + bias.
 
     Args:
-        width: How many features there are.
         gain: The parameter that it is multiplied by; "" for none.
         bias: The parameter that is added; "" for none.
         plus_one: Whether 1 is added to the gain.
-        inside: Whether the bias is multiplied by the gain too.
         centred: Whether the mean is taken off.
-        eps: What keeps the divisor from 0.
         divisor: Makes of eps and the mean of the squares what is divided by.
-        axes: Over which the mean is taken.
         count: By what the sum of so many squares is divided.
         is_torchs: Whether torch has a norm that is the same.
     """
@@ -48,7 +45,6 @@ class Norm:
     gain: str = ""
     bias: str = ""
     plus_one: bool = False
-    inside: bool = False
     centred: bool = True
     eps: float = 0.0
     divisor: Callable[[float, Any], Any] = _inside
@@ -63,7 +59,7 @@ class Norm:
         x = x - x.mean(self.axes, keepdim=True) if self.centred else x
         count = self.count(math.prod(x.size(axis) for axis in self.axes))
         normal = x / self.divisor(self.eps, x.square().sum(self.axes, keepdim=True) / count)
-        return gain * normal + (gain * bias if self.inside else bias)
+        return gain * normal + bias
 
     def written(self, writer: Writer, x: Text) -> Text:
         """Write it down: one of torch's norms where it has it, and else the formula."""
@@ -123,22 +119,14 @@ SHORTEST = 1e-12  # what F.normalize takes for the length of what is shorter
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether its name says that it leaves the mean alone on purpose.
-
-    >>> is_rms_norm(nn.RMSNorm(3)), is_rms_norm(nn.LayerNorm(3))
-    (True, False)
-    """
+    """Whether its name says that it leaves the mean alone on purpose."""
     function = module.function if isinstance(module, FunctionModule) else module
-    name = getattr(function, "__name__", type(function).__name__)
-    return re.search(r"(^|_)rms|rms_?norm|root_?mean", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
+    name = words_of(getattr(function, "__name__", type(function).__name__))
+    return re.search(r"(^|_)rms|rms_?norm|root_?mean", name) is not None
 
 
 def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterator[PartReading]:
-    """Read a norm in every way, or in every right one.
-
-    Yields:
-        LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
-    """
+    """Read a norm in every way, or in every right one; which of LayerNorm and RMSNorm is right, its name says."""
     yield from _scale_norms(module)
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
@@ -163,10 +151,9 @@ def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterato
             ("axes", axes_words, "the last"),
             ("gain and bias", said, "weight" if rms else "weight and bias"),
         )
-        plain = misplaced == of_spread == () and axes == (-1,) and not affine.inside
+        plain = misplaced == of_spread == () and axes == (-1,)
         norm = replace(affine, eps=eps, divisor=divisor, axes=axes, centred=centred, count=divided, is_torchs=plain)
-        formula, written = partial(norm.of, weights.__getitem__), norm.written
-        yield PartReading(formula, words, mistakes, written=written)
+        yield PartReading(partial(norm.of, weights.__getitem__), words, mistakes, written=norm.written)
 
 
 def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
@@ -193,7 +180,6 @@ def _affines(module: nn.Module, width: int) -> Iterator[tuple[Norm, str, tuple[s
         norm, words = Norm(width, gain, bias), f"{gain} and {bias}"
         yield norm, words, wrong
         yield replace(norm, plus_one=True), f"1 + {words}", wrong
-        yield replace(norm, inside=True), words, ("norm_bias_scaled", *wrong)
     bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
     for gain in vectors:
         yield Norm(width, gain), gain, bias_lost

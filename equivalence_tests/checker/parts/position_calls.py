@@ -3,9 +3,11 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import ALIKE, own_tensors
 from equivalence_tests.checker.parts.readings import Observation
-from equivalence_tests.checker.reach.arguments import MAX_LEN, VOCABULARY, value_for
+from equivalence_tests.checker.reach.angles import BASE, AngleForm
+from equivalence_tests.checker.reach.arguments import MAX_LEN, VOCABULARY, role_of_parameter, value_for
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 # Two samples and two tokens at the least: what is alike along an axis is distinct from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
@@ -40,6 +44,8 @@ WORDS = {
 }
 # Angles of later positions are less exact in float32 than what counts as equal.
 MOST_ROWS = 16
+AXES_OF_HEADS = (1, 2, None)  # (batch, heads, len, head_dim), (batch, len, heads, head_dim), or without heads
+LOUDER = 2.0  # than the first head is the second one
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,10 @@ class Placement:
     """Where the table was found in what comes back.
 
     Args:
-        words: Rows for what was found.
         observations: The numbers of the positions, and the rows of the table.
         mistakes: What is wrong with the way it is indexed.
-        notes: What should be known about it.
         rotated: Whether what is observed are vectors and what came of them, by a rotation if by anything.
-        again: Makes the first of the calls once more.
         roles: What each argument is.
-        draws: What it was called with.
         output: What the first call gave.
         scaling: What is made of tokens and table.
         embedding: Path of what embeds the tokens; "" for none.
@@ -68,7 +70,6 @@ class Placement:
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rotated: bool = False
-    again: Callable[[], Any] = lambda: None
     roles: tuple[str, ...] = ()
     draws: tuple[Drawn, ...] = ()
     output: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -76,6 +77,11 @@ class Placement:
     embedding: str = ""
     axis: int | None = None
     grid: str = ""
+
+    @property
+    def way(self) -> CallOfRoles:
+        """How it was called."""
+        return CallOfRoles(tuple(("", role) for role in self.roles))
 
 
 @dataclass(frozen=True)
@@ -88,12 +94,46 @@ class _Called:
     output: Tensor
 
 
-def placements(subject: Subject, function: Callable[..., Any], like: Placement | None = None) -> Iterator[Placement]:
-    """Call it in every way that is met, or as before.
+@contextmanager
+def angles_joined(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], list[torch.Size]]]:
+    """Let code give cosines and sines as one table, whose sizes are listed; a module is as it was afterwards."""
+    called, met = function.forward if isinstance(function, nn.Module) else function, list[torch.Size]()
 
-    Yields:
-        For each way that works, where the table was found.
+    @wraps(called)
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        returned = called(*args, **kwargs)
+        table = side_by_side(returned)
+        met.extend([] if table is None else [table.shape])
+        return returned if table is None else table
+
+    if isinstance(function, nn.Module):
+        with mock.patch.object(function, "forward", joined):
+            yield function, met
+    else:
+        yield joined, met
+
+
+def side_by_side(returned: Any) -> Tensor | None:
+    """Lay cosines and sines side by side: two tensors, the last axis of one, or the parts of complex numbers.
+
+    >>> side_by_side((torch.zeros(3, 2), torch.ones(3, 2))).shape, side_by_side(torch.rand(3, 2))
+    (torch.Size([3, 4]), None)
     """
+    both = torch.view_as_real(returned) if isinstance(returned, Tensor) and returned.is_complex() else returned
+    if isinstance(both, Tensor):
+        pair = [*both.unbind(-1)] if both.dim() > 2 and both.size(-1) == 2 else []
+    else:
+        pair = [x for x in both if isinstance(x, Tensor)] if isinstance(both, tuple | list) else []
+    if len(pair) != 2 or pair[0].shape != pair[1].shape or not all(x.is_floating_point() for x in pair):
+        return None
+    if not bool(((pair[0].square() + pair[1].square() - 1).abs() < ALIKE).all()):
+        return None
+    table = both.flatten(-2) if isinstance(both, Tensor) else torch.cat(pair, -1)
+    return table.flatten(0, -3) if table.dim() > 3 else table
+
+
+def placements(subject: Subject, function: Callable[..., Any], like: Placement | None = None) -> Iterator[Placement]:
+    """Call it in every way that is met, or as before, and say for each that works where the table was found."""
     ways = itertools.product(_widths(subject), _role_lists(function, subject))
     for width, roles in ways if like is None else [(like.draws[0].width, like.roles)]:
         way = CallOfRoles(tuple(("", role) for role in roles))
@@ -105,15 +145,13 @@ def placements(subject: Subject, function: Callable[..., Any], like: Placement |
                 for path, given, xs in _added_to(roles, function, draws):
                     called = [_Called(*one, x, y) for one, x, y in zip(shapes, xs, returned, strict=True)]
                     for found in _placed(called, words, given):
-                        again = partial(way.call, function, draws[0])
-                        found = replace(found, again=again, roles=roles, draws=tuple(draws))
-                        yield replace(found, output=returned[0], embedding=path)
+                        yield replace(found, roles=roles, draws=tuple(draws), output=returned[0], embedding=path)
                 break
 
 
 def _widths(subject: Subject) -> list[int]:
     """Give the widths to try: that of the table that it holds, then that of the tokens."""
-    held = [] if subject.module is None else [x.size(-1) for x in own_tensors(subject.module) if x.dim() >= 2]
+    held = [x.size(-1) for x in own_tensors(subject.module) if x.dim() >= 2]
     head = subject.sizes.head_dim
     pairs = [*(2 * width for width in held[:1]), head, 2 * head]  # a table of angles is half as wide
     return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim, *pairs]))
@@ -121,7 +159,7 @@ def _widths(subject: Subject) -> list[int]:
 
 def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
     """Tables that are not cut to the length of the input take only inputs of their own length."""
-    held = [] if subject.module is None else [x.squeeze() for x in own_tensors(subject.module)]
+    held = [x.squeeze() for x in own_tensors(subject.module)]
     for length in dict.fromkeys([MAX_LEN, *(x.size(0) for x in held if x.dim() == 2)]):
         if 1 < length <= LONGEST:
             yield (2, length), (3, length)
@@ -167,15 +205,14 @@ def _added_to(
 
 def _placed(called: list[_Called], words: str, added_to: str) -> Iterator[Placement]:
     """Take off the input, times each factor, and see along which axes the rest does not change."""
-    for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone", "x * pe"):
+    for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone"):
         rests = [_rest(one, scaling) for one in called]
         tables = [rest for rest in rests if rest is not None]
         if len(tables) < len(called):
             continue
         given = scaling.replace("x", added_to)
         for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
-            multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
-            yield replace(found, mistakes=(*multiplied, *found.mistakes), scaling=scaling)
+            yield replace(found, scaling=scaling)
     rotated = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
     if len(rotated) == len(called):
         rows = (("takes", words, ""), ("gives", f"{added_to}, rotated", ""))
@@ -188,8 +225,6 @@ def _rest(called: _Called, scaling: str) -> Tensor | None:
     if scaling != "pe alone":
         if called.x is None or called.x.shape != output.shape:
             return None
-        if scaling == "x * pe":
-            return output / called.x
         return output - (output.size(-1) ** 0.5 if scaling.startswith("sqrt") else 1.0) * called.x
     if output.dim() == 3:
         return output
@@ -235,9 +270,7 @@ def _of_a_grid(table: Tensor, first: str) -> Tensor | None:
     grid = table.view(side, side, -1)
     of_columns, of_rows = (grid if first == "columns" else grid.transpose(0, 1)).chunk(2, -1)
     rows, own = of_rows[:, 0], of_columns[0]
-    whole = torch.equal(of_columns, own.expand_as(of_columns)) and torch.equal(
-        of_rows, rows[:, None].expand_as(of_rows)
-    )
+    whole = bool((of_columns == own).all()) and bool((of_rows == rows[:, None]).all())
     return own if whole and torch.equal(own, rows) else None
 
 
@@ -248,3 +281,35 @@ def _alike(rest: Tensor, axis: int) -> bool:
 
 def _numbered(table: Tensor) -> Observation:
     return torch.arange(float(min(table.size(0), MOST_ROWS))), table[:MOST_ROWS]
+
+
+# ------------------------------------------------------------------------------------------- angles that are given
+def rotating(function: Callable[..., Any]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Give functions of (batch, len, head_dim) that call one which takes heads, and angles if it names any."""
+    required = [p.name for p in parameters_of(function) if p.default is p.empty]
+    turning = [name for name in required if role_of_parameter(name.lower()) == "angles"]
+    if not 1 <= len(required) - len(turning) <= 2:
+        return
+    for form, axis in itertools.product(AngleForm.all() if turning else [None], AXES_OF_HEADS):
+        if form is not None or axis is not None:
+            yield _of_vectors(function, required, {*turning}, form, axis)
+
+
+def _of_vectors(
+    function: Callable[..., Any], names: list[str], turning: set[str], form: AngleForm | None, axis: int | None
+) -> Callable[[Tensor], Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        heads = x if axis is None else torch.stack((x, LOUDER * x), axis)
+        angles = {name: form.build(name, x[0], BASE) for name in turning if form is not None}
+        returned = tensors_in((function(*(angles.get(name, heads.clone()) for name in names)),))
+        first, *others = (one for y in returned for one in _heads(y, axis))
+        if not all(torch.allclose(first, one, rtol=1e-5, atol=1e-6) for one in others):
+            raise ValueError("what comes back is no rotation of each head")
+        return first
+
+    return rotated
+
+
+def _heads(x: Tensor, axis: int | None) -> list[Tensor]:
+    """Give what came of each head, all equally loud."""
+    return [x] if axis is None else [x.select(axis, 0), x.select(axis, 1) / LOUDER]

@@ -1,11 +1,10 @@
-"""Every positional encoding: sinusoids with their known mistakes, and learned tables.
+"""Every positional encoding: sinusoids with their known mistakes, learned tables, rotations and tables of angles.
 
 What is compared is the table alone: ``position_calls`` takes the input off what came back.
 """
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.kinds import own_tensors
-from equivalence_tests.checker.parts.position_writing import kept, learnt_table, numbers_to, rotation, sinusoids
-from equivalence_tests.checker.parts.readings import PartReading
+from equivalence_tests.checker.parts.readings import PartReading, Row
 from equivalence_tests.checker.reach.angles import PLACES, base_of
 from equivalence_tests.checker.reach.state import settings_of
 
@@ -40,11 +38,11 @@ EXPONENTS: dict[str, tuple[Exponents, tuple[str, ...]]] = {
     "2i / d for the sine and (2i + 1) / d for the cosine": (lambda i, d: (2 * i / d, (2 * i + 1) / d), WRONG),
     "4i / d for the sine and 2(2i + 1) / d for the cosine": (lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d), WRONG),
     "0": (lambda i, d: (0 * i, 0 * i), WRONG),
-    "i / (d / 2 - 1)": (
-        lambda i, d: (i / _steps_of(d), i / _steps_of(d)),
-        ("position_timescale_of_tensor2tensor",),
-    ),
+    "i / (d / 2 - 1)": (lambda i, d: (i / _steps_of(d), i / _steps_of(d)), ("position_timescale_of_tensor2tensor",)),
 }
+SHARED_EXPONENTS = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}  # by sine and cosine
+SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}  # as builtin has them
+NOTE = "torch.nn has no rotary positions: the angles are pos / base^(2i / d)"
 
 
 def _steps_of(width: Any) -> Any:
@@ -52,57 +50,45 @@ def _steps_of(width: Any) -> Any:
     return Text(f"max({width} // 2 - 1, 1)", width.writer) if isinstance(width, Text) else max(width // 2 - 1, 1)
 
 
-def _by_length(positions: Any) -> Any:
-    if isinstance(positions, Tensor) and len(positions) == 1:
-        return positions * math.nan  # one row alone says nothing about a length
-    return 2 * math.pi * (positions + 1) / (positions[-1:] + 1 + 1e-6)
-
-
 # What is done to the numbers 0, 1, ... of the positions.
 NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 0": (lambda p: p, ()),
     "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
-    "from 1, divided by the length": (_by_length, ("position_normalised",)),
 }
 
+# What is made of the cosines and sines of all angles, and how many times as wide as a head it is.
+Lay = Callable[[Any, Any], Any]
+ANGLE_LAYOUTS: dict[str, tuple[Lay, int]] = {
+    "cosines, then sines": (lambda cos, sin: torch.cat((cos, sin), -1), 1),
+    "the cosine and the sine of each angle": (lambda cos, sin: torch.stack((cos, sin), -1).flatten(-2), 1),
+    "cosines for halves of a head, then sines": (lambda cos, sin: torch.cat((cos, cos, sin, sin), -1), 2),
+    "cosines for pairs of neighbours, then sines": (
+        lambda cos, sin: torch.cat((cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)), -1),
+        2,
+    ),
+}
 # How elements are paired: their angles laid out for each of them, and their quarter turn.
 PAIRS: dict[str, tuple[Map, Map]] = {
-    "halves of a head": (
-        PLACES["halves"],
-        lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1),
-    ),
-    "pairs of neighbours": (
-        PLACES["pairs"],
-        lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
-    ),
+    "halves of a head": (PLACES["halves"], lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1)),
+    "pairs of neighbours": (PLACES["pairs"], lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)),
 }
 
 
 def rotary_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
-    """Read a rotation by position in every way.
-
-    Args:
-        module: What may state a base of its own; None for a function.
-        width: Width of the vectors.
-
-    Yields:
-        Rotations of pairs. Their formulas take the vectors.
-    """
-    note = "torch.nn has no rotary positions: pairs of elements are rotated by the angles pos / base^(2i / d)"
-    laws = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}
-    bases = dict.fromkeys((BASES[0], base_of(module)))
-    options = itertools.product(laws.items(), bases, PAIRS.items(), PAIRS.items(), (1, -1))
+    """Read a rotation of vectors by their positions in every way; the module may state a base of its own."""
+    options = itertools.product(SHARED_EXPONENTS.items(), _bases_of(module), PAIRS.items(), PAIRS.items(), (1, -1))
     for (exponent, (law, wrong)), base, (pairs, (_, turn)), (angled, (laid_out, _)), sign in options:
-        mistakes = (
-            *wrong,
-            *(["rotary_mixed"] if pairs != angled else []),
-            *(["rotary_reversed"] if sign < 0 else []),
-        )
+        of_rotation = {"rotary_mixed": pairs != angled, "rotary_reversed": sign < 0}
+        mistakes = (*wrong, *(name for name, met in of_rotation.items() if met))
         steps = base ** -law(torch.arange(width // 2, dtype=torch.float64), width)[0]
         words = (("rotates", pairs, "torch.nn does not"), ("base", f"{base:g}", ""))
         formula = partial(_rotated, turn, laid_out, sign * steps)
-        written = partial(rotation, pairs, base, width)
-        yield PartReading(formula, words, mistakes, (note,), {"exponent": exponent}, None if mistakes else written)
+        written = None if mistakes else partial(rotation, pairs, base, width)
+        yield PartReading(formula, words, mistakes, (NOTE,), {"exponent": exponent}, written)
+
+
+def _bases_of(module: nn.Module | None) -> Iterable[float]:
+    return dict.fromkeys((BASES[0], base_of(module)))
 
 
 def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
@@ -110,15 +96,38 @@ def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
     return x * angles.cos() + turn(x) * angles.sin()
 
 
+def angle_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
+    """Read cosines and sines, side by side in a table of this width, in every way; the module may state a base.
+
+    The formulas take the numbers of the positions.
+    """
+    layouts = itertools.product(ANGLE_LAYOUTS.items(), (False, True))
+    options = itertools.product(_bases_of(module), layouts, SHARED_EXPONENTS.items(), NUMBERINGS.items())
+    for base, ((layout, (lay, times)), turned), (exponent, (law, wrong)), (numbers, (number, shifted)) in options:
+        of_sines = layout.replace("cosine", "-").replace("sine", "cosine").replace("-", "sine")
+        order = ("order", of_sines if turned else layout, "torch.nn has none")
+        words = (order, ("positions", numbers, ""), *_said_base(base))
+        table = partial(_angle_table, lay, turned, law, base, number)
+        written = partial(sinusoids, "", base, table, width // times)
+        formula, mistakes = partial(table, width // times), (*wrong, *shifted)
+        yield PartReading(formula, words, mistakes, (NOTE,), {"exponent": exponent}, written=written)
+
+
+def _said_base(base: float) -> tuple[Row, ...]:
+    return (("base", f"{base:g}", "10000"),) if base != BASES[0] else ()
+
+
+def _angle_table(lay: Lay, turned: bool, law: Exponents, base: float, number: Map, width: Any, given: Any) -> Any:
+    """Compute the rows of these positions, or write them down; turned, sines come first."""
+    positions, pairs = kept("positions", number(given[..., None])), kept("pairs", numbers_to(width // 2))
+    angles = kept("angles", positions * base ** -law(pairs, width)[0])
+    return lay(*((angles.sin(), angles.cos()) if turned else (angles.cos(), angles.sin())))
+
+
 def position_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
-    """Read a table in every way.
+    """Read a table in every way: as one that the module learns, then as sinusoids, times a scale that it may learn.
 
-    Args:
-        module: What holds it, for learned tables and learned scales; None for a function.
-        width: Width of the table.
-
-    Yields:
-        Learned tables, then sinusoids. Their formulas take the numbers of the positions.
+    The formulas take the numbers of the positions.
     """
     computed = set() if module is None else {id(x) for x in settings_of(module) if x.dim() > 1}
     named = {} if module is None else dict(module.named_parameters())
@@ -150,12 +159,12 @@ def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator
     options = itertools.product(BASES, LAYOUTS.items(), EXPONENTS.items(), NUMBERINGS.items())
     for base, (layout, (one, two, interleaved, swapped)), (exponent, law), (numbers, (number, shifted)) in options:
         exponents, wrong = law
-        mistakes = (*wrong, *swapped, *shifted, *(() if base == 10000.0 else ("position_base_other",)))
+        mistakes = (*wrong, *swapped, *shifted, *(() if base == BASES[0] else ("position_base_other",)))
         words = (
             ("order", layout, "torch.nn has none"),
             ("positions", numbers + (", with row 0 all zeros for padding" if zeroed else ""), ""),
             *((("scaled by", scale, ""),) if scale else ()),
-            *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
+            *_said_base(base),
         )
         table = partial(_numbered, partial(_table, (one, two), interleaved, exponents, base), number, zeroed)
         formula = partial(_scaled, factor if scale else None, partial(table, width))
@@ -191,3 +200,51 @@ def _table(
     if interleaved:
         return torch.stack((one, two), -1).flatten(-2)[..., :width]
     return torch.cat((one, two[..., : width // 2]), -1)
+
+
+# ------------------------------------------------------------------------------------------- as text
+def learnt_table(name: str, width: int, offset: int, writer: Writer, count: Text) -> Text:
+    """Write the rows of a learned table."""
+    shape = (writer.parameters.named[name].numel() // width, width)
+    table, end = writer.parameter(name, shape), count + offset if offset else count
+    return table.made(f"{table[end]}", count.chain) if count.chain else table[offset or None : end]
+
+
+def kept(name: str, x: Any) -> Any:
+    """Give a step of a table a name where the table is written down."""
+    if not isinstance(x, Text):
+        return x
+    x.writer.lines.append(f"{name} = {x}")
+    return Text(name, x.writer, x.chain)
+
+
+def numbers_to(count: Any) -> Any:
+    """Give 0, 1, ... in float64, or write them down."""
+    if isinstance(count, Text):
+        return Text(f"torch.arange({count}, dtype=torch.float64)", count.writer)
+    return torch.arange(count, dtype=torch.float64)
+
+
+def sinusoids(
+    layout: str, base: float, table: Callable[[Any, Any], Any], width: int, writer: Writer, count: Text
+) -> Text:
+    """Write a table of sinusoids for so many positions, or for these: builtin's where it has the layout."""
+    wide = Text(writer.width or str(width), writer)
+    if layout in SINUSOIDS and not count.chain:
+        writer.imports = ["from builtin import sinusoidal_encoding"]
+        said = f", base={writer.number(base)}" if base != 10000.0 else ""
+        return Text(f"sinusoidal_encoding({count}, {wide}{SINUSOIDS[layout]}{said})", writer)
+    found: Text = table(wide, count.double() if count.chain else numbers_to(count))
+    return Text(f"{found}", writer, count.chain)
+
+
+def rotation(pairs: str, base: float, width: int, writer: Writer, x: Text) -> Text:
+    """Write a rotation by position: builtin's."""
+    writer.imports = ["from builtin import RotaryEmbedding"]
+    said = f", base={base!r}" if base != 10000.0 else ""
+    pairing = ', pairing="halves"' if pairs == "halves of a head" else ""
+    made = f"RotaryEmbedding({width}{said}{pairing})"
+    if writer.is_function:
+        return Text(f"{made.replace(str(width), f'{x}.size(-1)', 1)}({x})", writer)
+    writer.made["rotary"] = made
+    return Text(f"self.rotary({x})", writer)

@@ -34,7 +34,6 @@ class PartReading:
     Args:
         formula: What it computes, from what an observation shows of its input.
         words: The settings that are its conventions: (what, in this code, in torch.nn).
-        mistakes: What is wrong in it, by name.
         notes: What else should be known where this reading is right.
         facts: What the words of its mistakes speak of.
         written: Writes it down in torch's own parts; None where the formula does, given the text of its input.
@@ -67,13 +66,7 @@ def is_right(mistakes: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Judged:
-    """What is said of a part, and how it was read.
-
-    Args:
-        report: The report.
-        reading: The reading; None where none fits.
-        bound: How exactly it gives the output.
-    """
+    """What is said of a part, the reading that fits, and how exactly that gives the output."""
 
     report: Report
     reading: PartReading | None = None
@@ -120,18 +113,8 @@ def judge(
 ) -> Judged:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
-    One reading after the other meets the first observation, and only those that reproduce it meet the others.
-
-    Args:
-        report: Receives what is found.
-        readings: All that are known.
-        observations: What was fed to it, or what the formulas want to know of that, and what came back.
-        calls: Run it, to see which lines do.
-        where: Path inside a model; "" for the object itself.
-        owner: Its class.
-
-    Returns:
-        The report, and the reading.
+    One reading after the other meets the first observation, and only those that reproduce it meet the others. The
+    calls run it, to see which lines do; ``owner`` is the name of its class.
     """
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
     tried = _Tried(ranked, observations)

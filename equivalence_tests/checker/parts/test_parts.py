@@ -51,21 +51,6 @@ class HandWrittenSwiGluFeedForward(Gated):
         return self.down(self.gate(x) * torch.sigmoid(self.gate(x)) * self.up(x))
 
 
-class GatesItselfFeedForward(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.gate(x))
-
-
-class AddsItsGateFeedForward(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) + self.up(x))
-
-
-class ActivatesBothFeedForward(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * F.silu(self.up(x)))
-
-
 class BilinearFeedForward(Gated):
     def activated(self, x: Tensor) -> Tensor:
         return x
@@ -96,13 +81,6 @@ class ConvFeedForward(nn.Module):
 
     def activated(self, x: Tensor) -> Tensor:
         return F.relu(x)
-
-
-class ProductFeedForward(BilinearFeedForward):
-    """Applies the activation when gate and values are multiplied already."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x) * self.up(x)))
 
 
 class LinearConvFeedForward(ConvFeedForward):
@@ -170,11 +148,6 @@ class SummingLayerNorm(GainBiasLayerNorm):
     def normalised(self, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().sum(-1, keepdim=True) + self.eps).sqrt()
-
-
-class LayerNormScalingBias(GainBiasLayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gamma * (self.normalised(x) + self.beta)
 
 
 class LayerNormExchanged(GainBiasLayerNorm):
@@ -420,7 +393,6 @@ def test_what_is_right_is_read(name: str) -> None:
     [
         (RootlessLayerNorm, {"norm_without_root"}),
         (SummingLayerNorm, {"norm_sum_for_mean"}),
-        (LayerNormScalingBias, {"norm_bias_scaled"}),
         (LayerNormExchanged, {"norm_gain_and_bias_exchanged"}),
         (LayerNormOverAll, {"norm_wrong_axes"}),
         (ScalarLayerNorm, {"norm_unbiased_std", "norm_eps_outside"}),
@@ -428,10 +400,6 @@ def test_what_is_right_is_read(name: str) -> None:
         (CentringRMSNorm, {"norm_subtracts_mean"}),
         (EarlyActivationFeedForward, {"activation_misplaced"}),
         (BilinearFeedForward, {"gate_without_activation"}),
-        (GatesItselfFeedForward, {"gate_gates_itself"}),
-        (AddsItsGateFeedForward, {"gate_added"}),
-        (ActivatesBothFeedForward, {"activation_of_gate_and_gated"}),
-        (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
         (feed_forward_of_rows, {"activation_missing"}),
     ],
@@ -542,7 +510,7 @@ def test_a_feed_forward_taken_for_a_norm_breaks_nothing() -> None:
 
 
 def test_letters_of_a_name_that_meet_by_chance_make_no_rms_norm() -> None:
-    report = verify(LayerNormScalingBias)  # LayerNo-rmS
+    report = verify(type("LayerNormScalingBias", (GainBiasLayerNorm,), {}))  # LayerNo-rmS
     assert report.kind == "layer norm"
 
 

@@ -120,16 +120,14 @@ class LastRowPositionalEncoding(Table):
 
 
 class MaskedPositionalEncoding(nn.Module):
-    """Sums up a mask: positions from 1, divided by the last."""
+    """Sums up a mask: positions from 1."""
 
-    def __init__(self, width: int = 32, normalize: bool = False) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.width, self.normalize = width, normalize
+        self.width = width
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         position = mask.cumsum(1)
-        if self.normalize:
-            position = position / (position[:, -1:] + 1e-6) * 2 * math.pi
         angles = position[:, :, None] / 10000 ** (torch.arange(0, self.width, 2) / self.width)
         return torch.stack((angles.sin(), angles.cos()), -1).flatten(2)
 
@@ -146,11 +144,6 @@ class Postion(Table):
 class ForgottenPositionalEncoding(Table):
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-class MultipliedPositionalEncoding(Table):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.pe[: x.size(1)]
 
 
 class RotaryPositionalEmbedding(nn.Module):
@@ -224,10 +217,8 @@ def test_one_row_is_no_mistake_where_no_tokens_are_given() -> None:
         (FirstRowPositionalEncoding, {"position_one_row"}),
         (LastRowPositionalEncoding, {"position_one_row"}),
         (ForgottenPositionalEncoding, {"position_not_added"}),
-        (MultipliedPositionalEncoding, {"position_multiplied"}),
         (SinesOnlyPositionalEncoding, {"position_cosine_missing"}),
         (MaskedPositionalEncoding, {"position_starts_at_one"}),
-        (lambda: MaskedPositionalEncoding(normalize=True), {"position_normalised"}),
         (position_encoding_of_times, {"position_sine_cosine_swapped"}),
     ],
 )

@@ -296,32 +296,6 @@ class LayerNormOfMixedAxes(nn.Module):
         return self.gain * (x - x.mean(1, keepdim=True)) / spread.sqrt()
 
 
-class RMSNormOfSquaredMeans(nn.Module):
-    """Takes the square of the mean for the mean of the squares."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x / (self.spread(x) + 1e-6).sqrt()
-
-    def spread(self, x: Tensor) -> Tensor:
-        return x.mean(-1, keepdim=True) ** 2
-
-
-class RMSNormOfThrice(RMSNormOfSquaredMeans):
-    """Of no known form, but with tokens of one size."""
-
-    def spread(self, x: Tensor) -> Tensor:
-        return 3 * x.square().mean(-1, keepdim=True)
-
-
-def test_a_norm_that_leaves_the_sizes_of_tokens_is_wrong() -> None:
-    assert verify(RMSNormOfSquaredMeans).mistakes == ("norm_leaves_different_sizes",)
-    assert verify(RMSNormOfThrice).mistakes == ()
-
-
 def test_a_layer_norm_of_no_known_form_that_mixes_tokens_is_wrong() -> None:
     report = verify(LayerNormOfMixedAxes)
     assert report.verdict == "deviates", str(report)

@@ -4,8 +4,7 @@ Of what comes from beside (a bias of the scores, the angles of a rotation) nothi
 functions stand on none of these ways in any known model: an ``abs``, a ``clamp`` or a ``roll`` is shown there.
 """
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -51,64 +50,13 @@ def has_twin(attention: Attention, moved: Operation) -> bool:
 
 
 def first_change(
-    run: Run,
-    sources: list[Source],
-    after: int = -1,
-    before: int | None = None,
-    without: Tensor | None = None,
-    way: Collection[int] | None = None,
+    sources: list[Source], steps: Iterable[tuple[Operation, Tensor, Tensor]], without: Tensor | None = None
 ) -> Operation | None:
-    """Give the first operation after which numbers are others than their sources have under the same names, or None.
-
-    Args:
-        run: The recorded run.
-        sources: Hold the numbers as they were made.
-        after: The last operation that is not looked at.
-        before: The first one that is not looked at again; None for the end of the run.
-        without: Tokens whose numbers may be anything.
-        way: The operations that are looked at, by index; None for all.
-    """
-    carrying = run.names.carrying((source.number for source in sources), after, before)
-    looked_at = (step for step in carrying if way is None or step[0].index in way)
-    return next((step[0] for step in looked_at if _differ(sources, step[2], step[1], without)), None)
+    """Give the first step that changes the numbers of its sources; those of the tokens ``without`` may be anything."""
+    return next((operation for operation, codes, value in steps if differ(sources, value, codes, without)), None)
 
 
-def way_to(run: Run, numbers: list[int], slot: Slot, until: int) -> set[int]:
-    """Give the operations that a tensor comes from, as far as they take what some sources gave."""
-
-    def own(operation: Operation) -> Iterator[Slot]:
-        return (taken for taken, codes in run.names.taken(operation) if set(numbers) & {*sources_in(codes)})
-
-    return {operation.index for operation in run.graph.ancestors(slot, until, own)}
-
-
-def changed_on_the_way(
-    attention: Attention,
-    numbers: list[int],
-    value: Tensor,
-    codes: Tensor,
-    stage: str = "output",
-    without: Tensor | None = None,
-    way: Collection[int] | None = None,
-) -> Departure | None:
-    """Name the first operation that changes what some sources gave; None where it arrives as it was.
-
-    Args:
-        attention: Whose sources.
-        numbers: Of the sources.
-        value: What arrives.
-        codes: The names of that.
-        stage: Where it does.
-        without: Tokens whose numbers may be anything.
-        way: The operations that it comes from; None for all.
-    """
-    sources = [attention.run.names.sources[number] for number in numbers]
-    differs = _differ(sources, value, codes, without)
-    changed = first_change(attention.run, sources, without=without, way=way) if differs else None
-    return None if changed is None else changed_by(changed, stage, stage)
-
-
-def _differ(sources: list[Source], value: Tensor, codes: Tensor, without: Tensor | None) -> bool:
+def differ(sources: list[Source], value: Tensor, codes: Tensor, without: Tensor | None) -> bool:
     """Whether other numbers stand under the names of some sources than they have there."""
     want = values_at(sources, codes)
     mine = ~want.isnan() if without is None else ~want.isnan() & ~torch.isin(token_of(codes), without)
@@ -118,16 +66,10 @@ def _differ(sources: list[Source], value: Tensor, codes: Tensor, without: Tensor
 def shuffling(
     run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None, reshaped: bool = False
 ) -> Operation | None:
-    """Give the first operation that keeps the shape of what it takes and exchanges elements in it.
+    """Give the first operation between two that keeps the shape of what it takes and exchanges elements in it.
 
-    Args:
-        run: The recorded run.
-        numbers: The sources whose elements are followed.
-        after: The last operation that is not looked at.
-        before: The first one that is not looked at again.
-        of: The elements that matter, of whichever source; None for all.
-        reshaped: Whether a view is asked for that exchanges the sizes of two axes, as a transpose would, and leaves
-            the elements.
+    With ``of``, only these elements matter. With ``reshaped``, it is a view that exchanges the sizes of two axes, as a
+    transpose would, and leaves the elements.
     """
     places = None if of is None else place_of(of).unique()
     for number in numbers:
@@ -144,14 +86,7 @@ def shuffling(
 
 
 def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False) -> Iterator[Operation]:
-    """Give the operations that no known model has where a tensor comes from, the last one first.
-
-    Args:
-        run: The recorded run.
-        slot: The tensor.
-        before: The first operation that comes too late to have made it.
-        factors: Whether a number that multiplies is strange too.
-    """
+    """Give the operations that no known model has where a tensor comes from, the last one first."""
     yield from (op for op in run.graph.ancestors(slot, before, _passed_on) if is_strange(op, factors))
 
 
@@ -173,9 +108,7 @@ def _passed_on(operation: Operation) -> Iterator[Slot]:
 def is_strange(operation: Operation, factors: bool = False) -> bool:
     """Say whether an operation of one tensor does what no known model does on the way into an attention.
 
-    Args:
-        operation: Any.
-        factors: Whether a number that multiplies is strange too.
+    With ``factors``, a number that multiplies is strange too.
     """
     taken, given = [slot.value for slot in operation.inputs], operation.outputs[0].value
     if _is_carried(given):
@@ -203,22 +136,23 @@ def _is_carried(value: Tensor) -> bool:
 
 
 def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:
-    """Name the first operation that changes what was averaged.
-
-    Args:
-        attention: Read so far.
-        padding: Tokens that are padding: what comes out for them may be anything.
-    """
-    if attention.names is None or attention.tiled:
+    """Name the first operation that changes what was averaged; for padding, anything may come out."""
+    if attention.names is None:
         return
-    arrived, numbers = attention.end_slot, attention.context_sources
-    way = way_to(attention.run, numbers, arrived, attention.end.index + 1)  # what else is made of it changes nothing
-    departure = changed_on_the_way(attention, numbers, arrived.value, attention.names, "context", padding, way)
-    if departure is not None:
-        operation = departure.operation
-        if operation is not None and operation.inputs[0].value.shape == operation.outputs[0].value.shape:
-            departure = replace(departure, patches={operation.index: as_it_was})
-        yield departure
+    names, arrived, numbers = attention.run.names, attention.end_slot, attention.context_sources
+    sources = [names.sources[number] for number in numbers]
+    if not differ(sources, arrived.value, attention.names, padding):
+        return
+
+    def own(operation: Operation) -> Iterator[Slot]:
+        return (taken for taken, codes in names.taken(operation) if not set(numbers).isdisjoint(sources_in(codes)))
+
+    # What else is made of the averages changes nothing.
+    way = [*attention.run.graph.ancestors(arrived, attention.end.index + 1, own)]
+    changed = first_change(sources, (step for step in names.carrying(numbers) if step[0] in way), padding)
+    if changed is not None:
+        kept = changed.inputs[0].value.shape == changed.outputs[0].value.shape
+        yield changed_by(changed, "context", "context", patches={changed.index: as_it_was} if kept else {})
 
 
 def rotated_back(attention: Attention) -> Departure | bool:

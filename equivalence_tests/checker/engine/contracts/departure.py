@@ -19,8 +19,6 @@ class Departure:
     """One stage that is not what it should be, given the stage before it.
 
     Args:
-        name: Of the mistake.
-        stage: Where it stands.
         operation: The first operation that departs; None where none shows it.
         facts: Numbers that the words need.
         patches: What puts it right, by the index of the operation.
@@ -60,11 +58,7 @@ class Departure:
 def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Departure:
     """Name what no catalogue knows: a function that torch's formula does not have there.
 
-    Args:
-        operation: That changes it.
-        stage: Where it stands.
-        what: What is changed; a role is part of the name.
-        more: What else the departure holds.
+    What is changed is part of the name where it is a role; ``more`` is what else the departure holds.
     """
     function = operation.name
     name = f"{what}_changed_by_{function}" if what in ROLES else f"changed_by_{function}"

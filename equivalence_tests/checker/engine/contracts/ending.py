@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import retagged, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import changed_on_the_way, shuffling
-from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.changing import differ, first_change, shuffling
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import matrix_of
@@ -30,14 +30,9 @@ WRAPS = {"out": "none", "input + out": "residual", "norm(input + out)": "post_no
 def ending_departures(
     attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor, padding: Tensor | None = None
 ) -> Iterator[Departure]:
-    """Compare the output of a call with the attention's, with or without a residual and a LayerNorm around it.
+    """Compare what a call returned with its last attention, with or without a residual and a LayerNorm around it.
 
-    Args:
-        attention: The last one of the call.
-        output: What the call returned.
-        codes: Its names.
-        wanted: The tokens that should lie there, in its shape.
-        padding: Tokens that are padding: what comes out for them may be anything.
+    The tokens ``wanted`` should lie there, in its shape; for padding, anything may come out.
     """
     if not bool(torch.isin(token_of(codes), wanted).all()):
         return
@@ -50,11 +45,11 @@ def ending_departures(
     if source is None:
         return
     judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
-    numbers = [source.number]
-    changed = None if judged else changed_on_the_way(attention, numbers, output, codes, without=padding)
-    if changed is not None:
-        yield changed
-        return
+    if not judged and differ([source], output, codes, padding):
+        changed = first_change([source], attention.run.names.carrying([source.number]), padding)
+        if changed is not None:
+            yield changed_by(changed, "output", "output")
+            return
     root = _bare(attention, source)
     name = _mistake(attention, root)
     if name:
@@ -104,10 +99,12 @@ def _terms(attention: Attention, source: Source, depth: int) -> _Terms:
     factors = _factors(source, parents) if source.kind == "added" and len(inner) == 2 else None
     if factors is None:
         return ((1.0, "other"),)
-    if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
+    one, other = parents
+    of_the_other = one.number in other.parents or other.number in one.parents
+    if {one.kind, other.kind} == {"projection", "context"} and of_the_other:
         inner[0] = ((1.0, "inside"),)
     below = {source for parent in parents for source in attention.run.names.made_of(parent.parents, beyond=True)}
-    apart = {parent.kind for parent in parents} == {"projection"} and below.isdisjoint(parents)
+    apart = {one.kind, other.kind} == {"projection"} and below.isdisjoint(parents)
     if apart and {*map(_text, inner)} == {"out"}:
         return inner[0]  # a matrix and what is added to it (LoRA)
     return tuple((factor, _text(terms)) for factor, terms in zip(factors, inner, strict=True))
@@ -131,10 +128,6 @@ def _repeats_a_matrix(attention: Attention, source: Source, parents: list[Source
     (mine, _), others = matrix_of(attention, source.operation), attention.run.names.sources.values()
     same = (other is not source and matrix_of(attention, other.operation)[0] == mine for other in others)
     return bool(mine) and any(same)
-
-
-def _one_of_the_other(one: Source, other: Source) -> bool:
-    return one.number in other.parents or other.number in one.parents
 
 
 def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:

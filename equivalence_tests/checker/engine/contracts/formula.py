@@ -9,24 +9,18 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.scores_table import greatest_in, sum_in
 from equivalence_tests.checker.engine.judgement import Expectation, Operand
-from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
+from equivalence_tests.checker.engine.names import Attention, Part, Product
 from equivalence_tests.checker.engine.same import LOOSE, ROUNDING, SINGLE, near
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax over the keys of each row."""
-    order = rows.argsort(stable=True)
-    row = rows[order]
-    start = torch.searchsorted(row, row)
-    column = torch.arange(len(row)) - start
-    dense = torch.full((int(row.max()) + 1, int(column.max()) + 1), -torch.inf, dtype=scores.dtype)
-    dense[row, column] = scores.masked_fill(hidden, -torch.inf)[order]
-    weights = torch.softmax(dense, -1).nan_to_num(0.0)
-    flat = torch.empty_like(scores)
-    flat[order] = weights[row, column]
-    return flat
+    """Softmax over the keys of each row; 0 in rows that see none."""
+    seen = scores.masked_fill(hidden, -torch.inf)
+    powers = (seen - greatest_in(seen, rows)).exp()
+    return (powers / sum_in(powers, rows)).nan_to_num(0.0)
 
 
 def context_by_formula(
@@ -38,12 +32,8 @@ def context_by_formula(
 ) -> tuple[Tensor, Tensor]:
     """Average the values as torch's formula does, and give the names of the averages and their numbers.
 
-    Args:
-        recorder: A run; it may be going on.
-        attention: Whose products; where its parts are tiles, each gives its share.
-        factors: By what the queries, keys and values of each part are multiplied on the way.
-        hidden: Which keys are hidden, for each part.
-        added: What is added to the scores of each; nothing without.
+    The run may be going on; where the parts of the attention are tiles, each gives its share. Each part has its factors
+    on the way of queries, keys and values, its hidden keys, and what is added to its scores, if anything is.
     """
     parts = attention.parts
     pairs = zip(parts, factors, added or [0.0] * len(parts), strict=True)
@@ -55,15 +45,11 @@ def context_by_formula(
         for context in part.contexts:
             if context.source is not None:
                 value = context.contraction.columns(operand_of(recorder, context, 1)) / own[2]
-                values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
+                used = _at(context.weights, part, mine)
+                values.append(torch.einsum("nik,nfk->nif", used, value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
-    return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
-
-
-def _added_up(names: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """What tiles give to the same element."""
-    names, place = names.unique(return_inverse=True)
-    return names, torch.zeros(len(names), dtype=shares.dtype).index_add_(0, place, shares)
+    named, shares = torch.cat(names), torch.cat(values)
+    return (named, sum_in(shares, named.unique(return_inverse=True)[1])) if attention.tiled else (named, shares)
 
 
 def _rows(attention: Attention) -> Tensor:
@@ -84,10 +70,10 @@ def _scores(recorder: Recorder, part: Part, factors: Sequence[float]) -> Tensor:
     return product.contraction.scattered(scores / factor).reshape(-1)
 
 
-def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
-    """The weights of one part at their places in a product with values."""
-    own = known(context.weights) & (source_of(context.weights) == part.number)
-    return weights[place_of(context.weights).clamp(0, len(weights) - 1)].masked_fill(~own, 0.0)
+def _at(names: Tensor, part: Part, weights: Tensor) -> Tensor:
+    """The weights of one part where they have these names, and 0 elsewhere."""
+    own = source_of(names) == part.number
+    return weights[place_of(names).masked_fill(~own, 0)].masked_fill(~own, 0.0)
 
 
 def operand_of(recorder: Recorder, product: Product, side: int) -> Tensor:
@@ -100,15 +86,11 @@ def tile_departures(
 ) -> Iterator[Departure]:
     """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without.
 
-    Args:
-        attention: Whose parts are tiles.
-        operands: The queries, keys and values of each.
-        expected: What is known about the mask of each, by its number.
-        own: What each hides, where the code's own mask is known; empty otherwise.
+    What is known about the mask of each stands in ``expected``, by its number; what the code itself hides in ``own``.
     """
     if attention.names is None:
         return
-    factors = [[operand.factor for operand in own] for own in operands]
+    factors = [[operand.factor for operand in each] for each in operands]
     have = attention.end_slot.value.double()
     expectations = [expected.get(part.number, Expectation()) for part in attention.parts]
     ways = ([*map(_hidden, attention.parts, expectations, itertools.repeat(causal))] for causal in (False, True))
@@ -127,18 +109,14 @@ def _hidden(part: Part, expected: Expectation, causal: bool) -> Tensor:
     return (part.table.key > part.table.query) & causal
 
 
-def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
+def right_weights(
+    part: Part, names: Tensor, hidden: Tensor, factor: float, recorder: Recorder, operation: Operation
+) -> Tensor:
     """Torch's weights in the place of what an operation gives."""
-    index = part.product.operation.index
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
-        weights = weights_by_formula(scores, part.table.row, hidden)
-        own = known(names) & (source_of(names) == part.number)  # what stands beside them stays
-        right = weights[place_of(names).masked_fill(~own, 0)]
-        return torch.where(own | ~known(names), right.masked_fill(~own, 0.0), operation.outputs[0].value.double())
-
-    return patch
+    scores = recorder.operations[part.product.operation.index].outputs[0].value.double().reshape(-1) * factor
+    weights = weights_by_formula(scores, part.table.row, hidden)
+    beside = known(names) & (source_of(names) != part.number)
+    return torch.where(beside, operation.outputs[0].value.double(), _at(names, part, weights))
 
 
 def scale_in_words(factor: float, sizes: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,14 +34,11 @@ STAGES = {SPLIT: "split", MERGED: "merge"}
 
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what meets in the products against what should meet.
-
-    Yields:
-        Departures; the first one that blocks comes last.
-    """
-    apart = [_summed_apart(product) for part in attention.parts for product in _of_sums_apart(part)]
+    """Hold what meets in the products against what should meet; the first departure that blocks comes last."""
+    products = [product for part in attention.parts for product in (part.product, *part.contexts)]
+    apart = [product for product in products if product.contraction.apart and product.operation.patch is None]
     if apart:
-        yield from apart
+        yield from map(_summed_apart, apart)
         return
     for part in attention.parts:
         if part.product.trouble:
@@ -69,11 +67,6 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
             yield from _paired_values(attention, part, context)
 
 
-def _of_sums_apart(part: Part) -> list[Product]:
-    products: list[Product] = [part.product, *part.contexts]
-    return [product for product in products if product.contraction.apart and product.operation.patch is None]
-
-
 def _summed_apart(product: Product) -> Departure:
     """An einsum whose letters do not say that both operands have the axis that is summed over."""
     operation, contraction = product.operation, product.contraction
@@ -96,8 +89,7 @@ def _misplaced_operand(attention: Attention, part: Part, otherwise: str) -> Iter
 
 def _or_exchanged(attention: Attention, part: Part, otherwise: Departure) -> Departure:
     """A view that exchanges axes, where sizes do not tell which; what else it is where there is none."""
-    exchanged = (_reshaped(attention, codes, until) for codes, until in part.sides.values())
-    operation = next(filter(None, exchanged), None)
+    operation = _exchanging(attention, part)
     return otherwise if operation is None else Departure(SPLIT, "split", operation, blocks=True)
 
 
@@ -122,20 +114,15 @@ def laid_elsewhere(
 ) -> Departure | None:
     """Give the first move after which tokens lie elsewhere than axes of the sizes that their projection has say.
 
-    Args:
-        attention: Whose.
-        number: The source that is followed.
-        source: Has the axes of the tokens.
-        name: What it is called.
-        until: The first operation that is not looked at.
-        of: Names of which the move must give some; None for any.
+    The numbered source is followed, the other one has the axes of the tokens; with ``of``, the move must give some of
+    these names.
     """
     names = attention.run.names
     for operation, codes, _ in names.carrying([number], before=until.index):
         taken, wanted = names.taken(operation), _as_axes_say(codes, source.slot.value.shape[:-1])
         mine = operation.name in MOVES and bool(taken) and (of is None or _shares(codes, of))
         if mine and wanted is not None and not torch.equal(token_of(wanted), token_of(codes)):
-            patch, index = _gathering(taken[0][1], wanted), operation.index
+            patch, index = partial(_gathered, taken[0][1], wanted), operation.index
             return Departure(name, STAGES[name], operation, {}, {index: patch}, {index: wanted}, blocks=True)
     return None
 
@@ -154,14 +141,10 @@ def _as_axes_say(codes: Tensor, lead: torch.Size) -> Tensor | None:
     return plain.permute([order.index(axis) for axis in range(codes.dim())])
 
 
-def _gathering(before: Tensor, wanted: Tensor) -> Patch:
+def _gathered(before: Tensor, wanted: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
     """Take each element from where it is in the operation's own argument."""
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
-        return looked_up(wanted, before, source.value)
-
-    return patch
+    source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
+    return looked_up(wanted, before, source.value)
 
 
 def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
@@ -197,21 +180,20 @@ def _flips_all(moved: Operation) -> bool:
 # ---------------------------------------------------------------------------------------------- heads
 def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     table = part.table
-    if part.product.trouble or not len(table.query):
-        return
     same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
-    meets = numbered_pairs(table.head, table.key_head)
-    if same and len(meets) > max(len(table.heads), len(table.key_heads)):
-        until = part.product.operation
-        sides = (part.product.left, part.product.right)
-        exchanged = (_reshaped(attention, codes, until) for codes in sides)
-        guilty = next(filter(None, exchanged), None) or _laying(attention, part.product.left, until)
-        yield Departure("attention_among_heads", "product", guilty, blocks=True)
+    if same and len(numbered_pairs(table.head, table.key_head)) > max(len(table.heads), len(table.key_heads)):
+        laying = _exchanging(attention, part) or _laying(attention, part.product.left, part.product.operation)
+        yield Departure("attention_among_heads", "product", laying, blocks=True)
 
 
-def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
-    numbers = [source.number for source in reversed(attention.run.names.made_of(sources_in(codes)))]
-    return shuffling(attention.run, numbers, -1, until.index, reshaped=True)
+def _exchanging(attention: Attention, part: Part) -> Operation | None:
+    """A view of queries, keys or values that exchanges the sizes of two axes, as a transpose would."""
+    run = attention.run
+    for codes, until in part.sides.values():
+        numbers = [source.number for source in reversed(run.names.made_of(sources_in(codes)))]
+        if view := shuffling(run, numbers, -1, until.index, reshaped=True):
+            return view
+    return None
 
 
 def _laying(attention: Attention, codes: Tensor, until: Operation, repeats: bool = False) -> Operation:
@@ -252,8 +234,6 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 def _interleaving(repeater: Operation, heads: int) -> dict[int, Patch]:
     """Give the patch by which groups that were tiled, 0 1 0 1, come in the order of repeat_interleave, 0 0 1 1."""
-    if not repeater.inputs:
-        return {}
     taken, given = repeater.inputs[0].value.shape, repeater.outputs[0].value.shape
     pairs = enumerate(zip(taken, given, strict=True)) if len(taken) == len(given) else ()
     axes = [axis for axis, (groups, all_heads) in pairs if groups < all_heads == heads]
@@ -360,11 +340,9 @@ def exchange(name: str, stage: str, moved: Operation | None, otherwise: Operatio
 
 def _shuffled(attention: Attention, part: Part, context: Context) -> Operation | None:
     """What exchanges weights, or else values, before they meet."""
-    until, weights = context.operation.index, [part.number]
-    values = sources_in(context.values)
-    return shuffling(attention.run, weights, part.product.operation.index, until) or shuffling(
-        attention.run, values, -1, until
-    )
+    run, until = attention.run, context.operation.index
+    weights = shuffling(run, [part.number], part.product.operation.index, until)
+    return weights or shuffling(run, sources_in(context.values), -1, until)
 
 
 def are_followed(attention: Attention) -> bool:

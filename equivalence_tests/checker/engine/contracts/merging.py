@@ -5,12 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import (
-    feature_of,
-    source_of,
-    sources_in,
-    token_of,
-)
+from equivalence_tests.checker.engine.codes import feature_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.layout import MERGED, are_followed, exchange, laid_elsewhere, within

@@ -19,12 +19,10 @@ SLACK = 0.05  # by so much an epsilon under the root may make sizes differ
 def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[Departure]:
     """Name each norm of the user's own that leaves tokens of different sizes."""
     run, seen = attention.run, set[Frames]()
-    norms = (
-        {path for path, part in module.named_modules() if path and _is_a_norm(part)} if module is not None else set()
-    )
-    gains = {
-        source.operation.index for source in run.names.sources.values() if source.operation and source.kind == "gain"
-    }
+    modules = module.named_modules() if module is not None else ()
+    norms = {path for path, part in modules if path and _is_a_norm(part)}
+    made = (source.operation for source in run.names.sources.values() if source.kind == "gain")
+    gains = {operation.index for operation in made if operation is not None}
     for operation in (operation for operation in run.operations if operation.frames):
         taken = _normalised(run, operation, norms, gains)
         if taken is not None and operation.frames[:1] not in seen and _sizes_differ(*taken):
@@ -34,14 +32,7 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
 
 
 def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]) -> tuple[Tensor, Tensor] | None:
-    """Give what a norm made, before the gain, and its names, if this is the norm's last operation; None if not.
-
-    Args:
-        run: The recorded run.
-        operation: Any operation of the run.
-        norms: The paths of the user's own norms.
-        gains: The operations that multiply by a gain.
-    """
+    """Give what a norm made, before the gain, and its names, if this is the norm's last operation; None if not."""
     codes = run.names.after[operation.index][0] if operation.outputs else None
     if codes is None or codes.is_complex() or not (operation.name == "normalize" or operation.place in norms):
         return None
@@ -51,9 +42,8 @@ def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]
         behind = [one.outputs[0].value / slot.value for one in later[:1]]  # weight * x, and then what x is divided by
         taken = (x.value for x, _ in run.names.taken(operation) if x.value.shape == codes.shape)
         return next(((x * behind[0] if behind else x, codes) for x in taken), None)
-    learnt = any(
-        name.partition(":")[2].startswith(own) for name in run.recorder.named(run.recorder.origins_of(slot.tensor))
-    )
+    names = run.recorder.named(run.recorder.origins_of(slot.tensor))
+    learnt = any(name.partition(":")[2].startswith(own) for name in names)
     last = not any(user.place == operation.place for user in run.graph.users(slot)[-1:])
     return (slot.value, codes) if operation.name == "normalize" or (last and not learnt) else None
 

@@ -4,32 +4,26 @@ Equal, or equal up to a factor, is right. Queries and keys may also be rotated b
 that is found by experiments: the recorded operations between are run again on inputs of our own.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, looked_up, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import (
-    USUAL,
-    first_change,
-    is_strange,
-    strange_operations,
-)
+from equivalence_tests.checker.engine.contracts.changing import USUAL, first_change, is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.contracts.scores_table import sum_in
 from equivalence_tests.checker.engine.judgement import Operand, RotaryPairs
 from equivalence_tests.checker.engine.names import Attention, Part, Run, Source, values_at
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.same import EXACT, LOOSE, MEASURED, ROUNDING, TABLE, constant_ratio, near
 from equivalence_tests.checker.engine.vocabulary import ADDS
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 # The kinds of sources that queries, keys or values are made into from another one.
 MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
-NORMED = ("normed", "gain", "added")
-
 UNCLEAR = 0.15  # a share of the steps that is nearer to a half says nothing
 
 
@@ -37,24 +31,18 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
     """Find out how queries, keys and values came from their projections."""
     run, product = attention.run, part.product
     (left, right), contraction = product.operands, product.contraction
-    found = [
-        _operand(run, "query", left, product.left, contraction.left, product.operation),
-        _operand(run, "key", right, product.right, contraction.right, product.operation),
-    ]
-    for c in part.contexts[:1]:
-        found.append(_operand(run, "value", c.operands[1], c.values.mT, c.contraction.right.mT, c.operation))
-    return found
+    query = _operand(run, "query", left, product.left, contraction.left, product.operation)
+    key = _operand(run, "key", right, product.right, contraction.right, product.operation)
+    averaged = ((c, c.contraction.right.mT) for c in part.contexts[:1])
+    return [query, key, *(_operand(run, "value", c.operands[1], c.values.mT, at, c.operation) for c, at in averaged)]
 
 
 def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, until: Operation) -> Operand:
     codes, places = _followed(run, codes, places)
     numbers = sources_in(codes)
     operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
-    dtypes = {
-        s.value.dtype
-        for op, _, _ in run.names.carrying(numbers, before=until.index + 1)
-        for s in (*op.outputs, *op.inputs)
-    }
+    carrying = run.names.carrying(numbers, before=until.index + 1)
+    dtypes = {s.value.dtype for op, _, _ in carrying for s in (*op.outputs, *op.inputs)}
     halves = dtypes & {torch.bfloat16, torch.float16}
     operand.single = bool(halves) or torch.float32 in dtypes
     operand.tolerance = 5e-4 if halves else TABLE if operand.single else ROUNDING
@@ -94,8 +82,6 @@ def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor,
 
 def _experiment(run: Run, operand: Operand) -> None:
     """Tell rotations and norms from anything else."""
-    if len(operand.sources) > 2:
-        return
     one, two = _drawn(operand, 1), _drawn(operand, 2)
     try:
         (have1, want1), (have2, want2) = _rows(run, operand, one), _rows(run, operand, two)
@@ -105,8 +91,7 @@ def _experiment(run: Run, operand: Operand) -> None:
     except (RuntimeError, TypeError, ValueError):
         return
     tolerance = max(operand.tolerance, EXACT)
-    linear = near(have3, have1 + have2, tolerance) and near(tenfold, 10 * have1, tolerance)
-    if linear:
+    if near(have3, have1 + have2, tolerance) and near(tenfold, 10 * have1, tolerance):
         ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
         again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
         rows, others = (have.norm(dim=-1) / want.norm(dim=-1) for have, want in ((have1, want1), (have2, want2)))
@@ -116,9 +101,7 @@ def _experiment(run: Run, operand: Operand) -> None:
             own = abs(ratio - 1) > MEASURED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
         operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
-        return
-    same = near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
-    if same:
+    elif near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2):
         operand.change = "normed"
         operand.factor = 1.0 if operand.role == "value" else _factor_behind_norm(run, operand)
         along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
@@ -139,8 +122,7 @@ def _factor_behind_norm(run: Run, operand: Operand) -> float:
 def _keeps_tokens(operand: Operand, have: Tensor, want: Tensor) -> bool:
     """Whether the rows of all heads of a token are together as long as they were, though no single one is."""
     token = token_of(operand.codes)[..., 0].reshape(-1)
-    none = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
-    long, longer = (none.index_add(0, token, x.square().sum(-1).reshape(-1)) for x in (want, have))
+    long, longer = (sum_in(x.square().sum(-1).reshape(-1), token) for x in (want, have))
     return len(token.unique()) < len(token) and near(longer, long, max(operand.tolerance, MEASURED))
 
 
@@ -225,8 +207,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             if bent is not None:
                 yield bent
             elif departure is not None and (step is operand or _is_own(attention, departure)):
-                met = _of_another(attention.run, operand, operands) or _behind_rotation(attention.run, step)
-                yield met or _named(attention.run, departure, step)
+                yield _behind_rotation(attention.run, step) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
     both = query.rotated and key.rotated
     if both and not _rotated_alike(attention.run, query, key):
@@ -244,19 +225,6 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
 
 
-def _of_another(run: Run, operand: Operand, operands: list[Operand]) -> Departure | None:
-    """A sum in which an operand meets elements of another one."""
-    others = [other for other in operands if other.role != operand.role]
-    for operation, _, _ in operand.steps(run):
-        taken = [codes for _, codes in run.names.taken(operation)] if operation.name in ADDS else []
-        for codes, other in itertools.product(taken, others):
-            met = any(bool(torch.isin(one, operand.codes).all()) for one in taken)
-            if met and bool(torch.isin(codes, other.codes).all()) and not bool(torch.isin(codes, operand.codes).any()):
-                facts = {"role": operand.role, "other": other.role}
-                return Departure("rotary_of_another", "rotary", operation, facts)
-    return None
-
-
 def _behind_rotation(run: Run, operand: Operand) -> Departure | None:
     """What changes an operand after it was rotated; None if it never was a rotation, or is one to the end."""
     steps = [*operand.steps(run)] if operand.change == "other" else []
@@ -264,7 +232,7 @@ def _behind_rotation(run: Run, operand: Operand) -> Departure | None:
         operation, codes, _ = steps[place]
         if operation.name in ADDS and (rotated := _as_given_by(run, operand, operation, codes)) is not None:
             end, codes, _ = steps[-1]
-            patches = {end.index: _from_rotation(rotated, codes)}
+            patches = {end.index: partial(_from_rotation, rotated, codes)}
             return changed_by(steps[place + 1][0], "operand", operand.role, patches=patches)
     return None
 
@@ -281,16 +249,11 @@ def _as_given_by(run: Run, operand: Operand, operation: Operation, codes: Tensor
     return rotated if rotated.change == "rotated" else None
 
 
-def _from_rotation(rotated: Operand, codes: Tensor) -> Patch:
+def _from_rotation(rotated: Operand, codes: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
     """Take the numbers as the rotation gave them in this run."""
-    made = rotated.until.index - 1
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        numbers = recorder.operations[made].outputs[0].value.double().flatten()[rotated.places]
-        want = looked_up(codes, rotated.codes.flatten(), numbers.flatten())
-        return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
-
-    return patch
+    made = recorder.operations[rotated.until.index - 1].outputs[0].value.double()
+    want = looked_up(codes, rotated.codes.flatten(), made.flatten()[rotated.places].flatten())
+    return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
 
 
 def _is_own(attention: Attention, departure: Departure) -> bool:
@@ -321,13 +284,8 @@ def _bent_angles(run: Run, operand: Operand) -> Departure | None:
     return None
 
 
-def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Operand | None:
-    """Give an operand as it was before what named its elements anew; None if nothing of these kinds did."""
-    return _before(run, operand, operand.sources[0], through) if operand.sources else None
-
-
-def _before(run: Run, operand: Operand, source: Source, through: tuple[str, ...]) -> Operand | None:
-    """What one source of an operand was made of, where it is of these kinds."""
+def earlier(run: Run, operand: Operand, source: Source, through: tuple[str, ...]) -> Operand | None:
+    """Give what one source of an operand was made of, where it is of these kinds."""
     if source.operation is None or source.kind not in through:
         return None
     for slot, codes in run.names.taken(source.operation):
@@ -343,7 +301,7 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
     while left:
         step = left.pop()
         yield step
-        for before in (_before(attention.run, step, source, MADE) for source in step.sources):
+        for before in (earlier(attention.run, step, source, MADE) for source in step.sources):
             made = [source.operation for source in before.sources if source.kind in MADE] if before else []
             inside = all(operation is not None and operation.place.startswith(place) for operation in made)
             if before and inside and len(made) == len(before.sources):  # unlike what another head averaged
@@ -383,7 +341,7 @@ def _last_sum(run: Run, operand: Operand) -> Operation | None:
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
-    return first_change(run, operand.sources, operand.start, operand.until.index)
+    return first_change(operand.sources, operand.steps(run))
 
 
 def _located(attention: Attention, operand: Operand) -> Departure:
@@ -400,16 +358,14 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     last = min((_last_good(steps, source) for source in operand.sources), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
     bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
-    known_nowhere = [
-        op for op in strange_operations(run, operand.slot, operand.until.index) if op.index > operand.start
-    ]
+    known_nowhere = [*strange_operations(run, operand.slot, operand.until.index)]
     strange = next((step for step in steps if step[0] in known_nowhere), None)
     guilty = strange or bent or guilty
     if guilty is None:
         return changed_by(operand.until, "operand", operand.role)
     end, end_codes, end_want, _ = steps[-1]
     whole = not bool(end_want.isnan().any()) and len(end.outputs) == 1
-    patches = {end.index: _from_source(run, end_codes)} if whole else {}
+    patches = {end.index: partial(_from_source, run, end_codes)} if whole else {}
     return changed_by(guilty[0], "operand", operand.role, patches=patches)
 
 
@@ -432,18 +388,15 @@ def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:
     return near(together, first + second - nothing, max(operand.tolerance, EXACT))
 
 
-def _from_source(run: Run, codes: Tensor) -> Patch:
+def _from_source(run: Run, codes: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
     """Take the numbers as the projection gave them in this run, or as they were handed over in it."""
     sources = [run.names.sources[x] for x in sources_in(codes)]
-    given = {id(slot.tensor): place for place, slot in enumerate(run.recorder.given)}
+    return values_at(sources, codes, [_made_in(recorder, run, source) for source in sources])
 
-    def made(recorder: Recorder, source: Source) -> Tensor:
-        operation, place = source.operation, given.get(id(source.slot.tensor))
-        if operation is None:
-            return source.slot.value if place is None else recorder.given[place].value
-        return recorder.operations[operation.index].outputs[0].value
 
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        return values_at(sources, codes, [made(recorder, source) for source in sources])
-
-    return patch
+def _made_in(recorder: Recorder, run: Run, source: Source) -> Tensor:
+    """The numbers of a source of one run in another one."""
+    if source.operation is not None:
+        return recorder.operations[source.operation.index].outputs[0].value
+    given = [place for place, slot in enumerate(run.recorder.given) if slot.tensor is source.slot.tensor]
+    return recorder.given[given[-1]].value if given else source.slot.value

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.contracts.changing import JOINS, strange_o
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.judgement import Operand
-from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.names import Attention, Run, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import (
     argument_name,
@@ -29,26 +29,20 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reach.arguments import ROLES
-from equivalence_tests.checker.reporting.lines import Frames, assigned_at
+from equivalence_tests.checker.reporting.lines import assigned_at
 
 IN_A_LIST = re.compile(r"(.*\.)\d+(\.|$)")
+# What the weights, the variables and the norms of queries, keys and values are called.
+WORDS = (("query", "q", "query|queries"), ("key", "k", "keys?"), ("value", "v", "values?"))
 OWN = {
-    "query": re.compile(
-        r"(^|[._])(w?_?q(uery|ueries|s)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
-    ),
-    "key": re.compile(r"(^|[._])(w?_?k(ey|eys|s)?|k_?proj|wk|to_k|k_?lin\w*|linear_?k\w*|in_proj_k|k_w)([._]|$)", re.I),
-    "value": re.compile(
-        r"(^|[._])(w?_?v(alue|alues|s)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
-    ),
+    role: re.compile(
+        rf"(^|[._])(w?_?({x}s?|{words})|{x}_?proj|w{x}|to_{x}|{x}_?lin\w*|linear_?{x}\w*|in_proj_{x}|{x}_w)([._]|$)",
+        re.IGNORECASE,
+    )
+    for role, x, words in WORDS
 }
-
-SAID = {
-    role: re.compile(rf"^(\w+_)?({role[0]}|{stem})(_\w+)?$")
-    for role, stem in (("query", "query|queries"), ("key", "keys?"), ("value", "values?"))
-}
-
-
-SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{role[0]})_?(layer)?_?norm|norm_({role}|{role[0]})$") for role in OWN}
+SAID = {role: re.compile(rf"^(\w+_)?({x}|{words})(_\w+)?$") for role, x, words in WORDS}
+SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{x})_?(layer)?_?norm|norm_({role}|{x})$") for role, x, _ in WORDS}
 
 
 def projection_departures(
@@ -56,11 +50,7 @@ def projection_departures(
 ) -> Iterator[Departure]:
     """Check that queries, keys and values are made of the inputs and weights of their roles.
 
-    Args:
-        attention: The attention.
-        operands: Its queries, keys and values.
-        roles: The role of each input, by the number of its source; where one tensor has several, all letters.
-        module: Holds the weights.
+    The role of each input goes by the number of its source; where one tensor has several roles, it has all letters.
     """
     unused = unused_parameters(attention.run, module)
     if len(operands) == 3 and roles:
@@ -79,7 +69,7 @@ def projection_departures(
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
     letters, handed_over = "", {letter for each in roles.values() for letter in each}
     for operand, own in zip(operands, "qkv", strict=True):
-        made_of = attention.run.names.made_of((source.number for source in operand.sources), beyond=True)
+        made_of = _made_of(attention, operand, beyond=True)
         given = "".join(sorted({letter for source in made_of for letter in roles.get(source.number, "")}))
         if not given:
             return
@@ -101,9 +91,9 @@ def _made_by(attention: Attention, operand: Operand) -> Operation | None:
     return next(iter([*weighed, *made]), operand.until)
 
 
-def _made_of(attention: Attention, operand: Operand) -> list[Source]:
-    """The sources of an operand, and those before them as far as the projection."""
-    return attention.run.names.made_of(source.number for source in operand.sources)
+def _made_of(attention: Attention, operand: Operand, beyond: bool = False) -> list[Source]:
+    """The sources of an operand, and those before them as far as the projection, or beyond it."""
+    return attention.run.names.made_of((source.number for source in operand.sources), beyond)
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -142,7 +132,8 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         yield from _misnamed(attention, operands, dict(zip(OWN, weights, strict=True)))
         return
     unused = [name for name in unused if name.endswith("weight") or "." not in name]
-    alike = [i for i in range(3) if any(_is_twice(i, j, weights, features) for j in range(3) if j != i)]
+    used = [(weight, own.tolist()) for weight, own in zip(weights, features, strict=True)]
+    alike = [place for place, one in enumerate(used) if used.count(one) > 1]
     if len(alike) == 3:
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
         return
@@ -159,10 +150,6 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         line = taker if distinct == 1 else _made_by(attention, operands[second])
         name = f"{operands[second].role}_uses_{operands[first].role}_projection"
         yield Departure(name, "project", line, {"unused": unused if distinct == 2 else []})
-
-
-def _is_twice(one: int, other: int, weights: list[str], features: list[Tensor]) -> bool:
-    return weights[one] == weights[other] and torch.equal(features[one], features[other])
 
 
 def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
@@ -224,7 +211,7 @@ def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[
     """Norms of queries and keys that are named after each other's role, where one packed matrix made both."""
     names, said = attention.run.names, list[set[str]]()
     for operand in operands[:2]:
-        made = (s.operation for s in names.made_of(s.number for s in operand.sources) if s.kind in ("normed", "gain"))
+        made = (s.operation for s in _made_of(attention, operand) if s.kind in ("normed", "gain"))
         beside = [bits for norm in made if norm is not None for _, bits in names.beside(norm)]
         owners = (name.partition(":")[2] for bits in beside for name in attention.run.recorder.named(bits))
         stems = [owner.rpartition(".")[0] for owner in owners]
@@ -269,7 +256,7 @@ def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator
     names = attention.run.names
     inputs, given, before = [], set[int](), set[frozenset[int]]()
     for operand in operands:
-        made_of = names.made_of((source.number for source in operand.sources), beyond=True)
+        made_of = _made_of(attention, operand, beyond=True)
         given |= {source.number for source in made_of if not source.parents}
         projected = [source for source in _made_of(attention, operand) if source.kind == "projection"]
         parents = [names.sources[n] for source in projected or operand.sources for n in source.parents]
@@ -297,10 +284,7 @@ def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Depa
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:
     """Weights that have no effect: biases, output projections, norms; those without a line are reported as one.
 
-    Args:
-        attention: Of the call.
-        module: Holds the weights.
-        found: The departures so far; a weight that one of them leaves unused is not reported again.
+    What one of the departures so far leaves unused is not reported again.
     """
     missed = list(_unused(attention, module, found)) if module is not None else []
     norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]
@@ -319,7 +303,7 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
     waiting, parts = waiting_parameters(attention.run, module), idle_modules(attention.run, module)
     for name in (name for name in idle if name not in waiting and not _of_a_later_token(name, idle, attention, module)):
         stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, parts)
-        unreached = worked is None and _of_idle_part(stem, idle, module)
+        unreached = worked is None and stem.rpartition(".")[0] in parts
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
         for departure in _missed(attention, module, name, worked):
@@ -352,7 +336,8 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
     """Name the mistake that leaves a parameter unused, with the operation that should use it."""
     stem, _, last = name.rpartition(".")
     kind, facts = "bias" if "bias" in name else "weight", {"unused": [name], "parameter": name}
-    user = _user_of(attention, name.removesuffix("bias") + "weight") if last.endswith("bias") else None
+    beside = _taking(attention.run, name.removesuffix("bias") + "weight") if last.endswith("bias") else []
+    user = next((op for op in beside if op.name in CONTRACTIONS), None)
     parameter = dict(module.named_parameters())[name]
     if user is not None:
         yield Departure("bias_never_used", "project", user, facts)
@@ -379,55 +364,33 @@ def _could_take(attention: Attention, idle: Tensor) -> Operation:
     return next((op for op, _, _ in part.steps(attention.run) if op.name in wanted), part.product.operation)
 
 
-def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:
-    """Whether the call used none of the weights of the sub-module that a weight belongs to."""
-    part = stem.rpartition(".")[0]
-    own = [name for name, _ in module.named_parameters() if part and name.startswith(f"{part}.")]
-    return bool(own) and set(own) <= set(idle)
-
-
 def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Operation | None:
     """The operation that could have taken what was made from a parameter, though none did; None if nothing was made.
 
     In a module without any other effect, its own last operation.
     """
-    live, bit = attention.run.live(), _bit_of(attention, parameter)
-    made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
-    later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
-    taking = next((op for op in later if attention.run.names.taken(op)), None)
-    place = attention.run.operations[made[-1]].place if made else ""
-    own = [op for op in attention.run.operations if op.place == place] if place in idle else []
-    return own[-1] if own and taking is not None else taking
+    run, live = attention.run, attention.run.live()
+    made = [op for op in _taking(run, parameter) if op.index not in live]
+    later = (op for op in run.operations if made and op.index > made[-1].index and op.index in live)
+    taking = next((op for op in later if run.names.taken(op)), None)
+    if taking is None or made[-1].place not in idle:
+        return taking
+    return [op for op in run.operations if op.place == made[-1].place][-1]
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:
-    """A norm that is not used; one named after queries or keys is missing after their projection, on that line."""
+    """A norm that is not used; one named after queries or keys is missing after their projection."""
     part, names = attention.parts[0], attention.run.names
     facts = {"unused": [weight], "norms": weight.removesuffix(".weight")}
     role = next((role for role in ("query", "key") if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
     if not role:
         return Departure("norm_never_used", "wrap", None, facts)
-    own, other = (sources_in(part.sides[r][0]) for r in (role, "key" if role == "query" else "query"))
-    made = next((op for op in (names.sources[number].operation for number in own) if op is not None), None)
-    normed = [names.sources[n].operation for n in other if names.sources[n].kind in ("normed", "gain")]
-    after = max((op.index for op in normed if op is not None), default=-1)
-    steps = [op for op, _, _ in names.carrying(own, after, part.product.operation.index + 1)]
-    beside = (_beside(op, made) for op in steps if made is not None)
-    return Departure("norm_never_used", "wrap", made, facts, frames=next(filter(None, beside), ()))
+    sources = (names.sources[number] for number in sources_in(part.sides[role][0]))
+    made = next((source.operation for source in sources if source.operation is not None), None)
+    return Departure("norm_never_used", "wrap", made, facts)
 
 
-def _beside(operation: Operation, other: Operation) -> Frames:
-    """The stack of an operation, up to where that of another one parts from it."""
-    pairs = zip(reversed(operation.frames), reversed(other.frames), strict=False)
-    apart = next((place for place, (own, its) in enumerate(pairs) if own != its), None)
-    return operation.frames[len(operation.frames) - 1 - apart :] if apart is not None else ()
-
-
-def _user_of(attention: Attention, weight: str) -> Operation | None:
-    bit = _bit_of(attention, weight)
-    products = (op for op in attention.run.operations if op.name in CONTRACTIONS)
-    return next((op for op in products if any(bits & bit for bits in op.origins)), None)
-
-
-def _bit_of(attention: Attention, parameter: str) -> int:
-    return sum(1 << i for i, name in enumerate(attention.run.recorder.names) if name == f"param:{parameter}")
+def _taking(run: Run, parameter: str) -> list[Operation]:
+    """The operations that take what is made of a parameter."""
+    bit = sum(1 << i for i, name in enumerate(run.recorder.names) if name == f"param:{parameter}")
+    return [op for op in run.operations if any(bits & bit for bits in op.origins)]

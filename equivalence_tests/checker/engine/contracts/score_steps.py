@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.same import INFINITE, MEASURED, ROUNDING, constant_ratio
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 
 
 @dataclass(eq=False)
@@ -15,7 +15,6 @@ class Step:
     """One operation between the products.
 
     Args:
-        operation: Which.
         places: The score that each element of its result belongs to; negative where it belongs to none.
         values: Its result.
         taken: The first of its arguments that is made of the scores; None if there is none.
@@ -52,20 +51,10 @@ def ratio_of(value: Tensor, taken: Tensor) -> float | None:
     return constant_ratio(value[seen], taken[seen], MEASURED if value.dtype == torch.float32 else ROUNDING)
 
 
-def is_idle(operation: Operation) -> bool:
-    """Whether an operation returns its argument unchanged, NaN included."""
-    taken, given = operation.inputs[0].value, operation.outputs[0].value
-    return taken.shape == given.shape and torch.equal(taken.nan_to_num(), given.nan_to_num())
-
-
-def divided(factors: Tensor) -> Patch:
-    """Give a patch that divides what an operation returns by these factors."""
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        value = operation.outputs[0].value
-        return value / factors.expand(value.numel()).view(value.shape)
-
-    return patch
+def divided(factors: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
+    """Divide what an operation returns by these factors."""
+    value = operation.outputs[0].value
+    return value / factors.expand(value.numel()).view(value.shape)
 
 
 def fill_of(operation: Operation) -> float | None:
@@ -79,9 +68,5 @@ def fill_of(operation: Operation) -> float | None:
 
 
 def named_fill(fill: float) -> str:
-    """Say what is wrong with a number that does not hide.
-
-    >>> named_fill(-10.0), named_fill(1e-9), named_fill(0.0)
-    ('fill_too_small', 'fill_not_negative', 'fill_zero')
-    """
+    """Say what is wrong with a number that does not hide."""
     return "fill_too_small" if abs(fill) >= 1e-3 else "fill_not_negative" if fill else "fill_zero"

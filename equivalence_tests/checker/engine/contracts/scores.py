@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,14 +11,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
-from equivalence_tests.checker.engine.contracts.score_steps import (
-    Step,
-    divided,
-    fill_of,
-    is_idle,
-    named_fill,
-    ratio_of,
-)
+from equivalence_tests.checker.engine.contracts.score_steps import Step, divided, fill_of, named_fill, ratio_of
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
     hidden_by_formula,
@@ -26,33 +19,26 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
     padded_queries,
     ranks_of,
     spread,
+    sum_in,
     two_levels,
     with_some,
 )
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.same import HIDING, LOOSE, MEASURED, UNDERFLOW, constant_ratio
+from equivalence_tests.checker.engine.ran import drops
+from equivalence_tests.checker.engine.same import HIDING, LOOSE, MEASURED, UNDERFLOW, constant_ratio, identical
 from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Slot
 from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.lines import Frames
 
 LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
-OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
 
 
 @dataclass(eq=False)
 class Scores:
-    """What stands between a product of queries and keys and the weights that are used.
-
-    Args:
-        attention: Whose.
-        part: Which of its parts.
-        operands: Its queries, keys and values.
-        model: What happens to the scores.
-        expected: What is known about the mask.
-    """
+    """What stands between a product of queries and keys and the weights that are used."""
 
     attention: Attention
     part: Part
@@ -103,29 +89,23 @@ class Scores:
         """What the product of queries and keys is multiplied by, 1 where it is 1 / sqrt(width)."""
         return self.model.factor * self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
 
-    # ------------------------------------------------------------------------------------------ dropout
+    # ------------------------------------------------------------------------------------------ what keeps it unread
     def _dropped(self) -> Departure | None:
         """Dropout that drops, though the call is one of evaluation."""
-        for step in self.steps:
-            operation = step.operation
-            drops = "dropout" in operation.name and operation.patch is None and step.ratio != 1.0
-            if drops and not is_idle(operation):
-                return self._blocking("dropout_in_eval", "dropout", operation, {operation.index: as_it_was})
-        return None
+        dropped = (s.operation for s in self.steps if s.operation.patch is None and drops(s.operation))
+        return next((self._blocking("dropout_in_eval", "dropout", x, {x.index: as_it_was}) for x in dropped), None)
 
-    # ------------------------------------------------------------------------------------------ order
     def _moved(self) -> Departure | None:
         """Scores that are rolled or flipped, and not back."""
         names = self.attention.run.names
         moves = (step.operation for step in self.steps if step.operation.name in ("roll", "flip"))
-        moved = [operation for operation in moves if not is_idle(operation)]
+        moved = [op for op in moves if not identical(op.inputs[0].value, op.outputs[0].value)]
         if len(moved) != 1 or moved[0].patch is not None:
             return None
         index, codes = moved[0].index, names.before[moved[0].index][0]
         kept = {} if codes is None else {index: codes}
         return changed_by(moved[0], "scores", "scores", patches={index: as_it_was}, names=kept, blocks=True)
 
-    # ------------------------------------------------------------------------------------------ precision
     def _precision(self) -> Departure | None:
         patched = any(step.operation.patch is not None for step in self.steps)
         wide = self.part.product.operation.outputs[0].value.dtype in (torch.float64, torch.float32)
@@ -151,10 +131,9 @@ class Scores:
         if model.kind == "linear" or named in MISTAKES:
             context = self.part.contexts[0].operation
             return self._in_its_place() or self._put_right("softmax_missing", "softmax", context, rescaled=True)
-        if model.axis in OTHER_AXES:
-            name = f"softmax_over_{OTHER_AXES[model.axis]}"
-            return self._blocking(name, "softmax", self._softmax_step(), self._softmaxed())
-        return self._unknown() if model.kind == "other" else None
+        if model.axis not in ("keys", ""):
+            return self._blocking(f"softmax_over_{model.axis}", "softmax", self._softmax_step(), self._softmaxed())
+        return self._in_its_place() or self._unknown() if model.kind == "other" else None
 
     def _in_its_place(self) -> Departure | None:
         """Another function in the place of the softmax, as rows of ``mistakes`` name it."""
@@ -169,8 +148,6 @@ class Scores:
 
     def _unknown(self) -> Departure:
         """What no reading explains: the first operation that does what no stage does."""
-        if (other := self._in_its_place()) is not None:
-            return other
         softmax, table = self._softmax_step(), self.part.table
         columns = table.head * (int(table.key.max()) + 1) + table.key
         if softmax.name in SOFTMAXES and self._sum_to_one(columns) and not self._sum_to_one(table.row):
@@ -193,8 +170,7 @@ class Scores:
     def _sum_to_one(self, groups: Tensor) -> bool:
         """Whether the scores of each group sum to one behind the softmax, whatever becomes of them then."""
         given = next(s.laid(len(groups)) for s in self.steps if s.operation is self._softmax_step()).nan_to_num(0.0)
-        sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, given)
-        return bool(((sums[groups] - 1).abs() < LOOSE).all())
+        return bool(((sum_in(given, groups) - 1).abs() < LOOSE).all())
 
     def _is_odd(self, step: Step) -> bool:
         """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""
@@ -203,11 +179,10 @@ class Scores:
             return False
         if name in SOFTMAXES or name in ("exp", "dropout", "exp2", "log", "nan_to_num") or name in ADDS | FILLS:
             return False
-        if step.taken is None or step.taken.numel() != step.values.numel():
+        if step.taken is None:
             return True
-        same = torch.equal(step.taken.nan_to_num(), step.values.nan_to_num())
         moved = torch.equal(step.taken.flatten().sort().values, step.values.flatten().sort().values)
-        return not same and (not moved or name in ("roll", "flip"))
+        return not identical(step.taken, step.values) and (not moved or name in ("roll", "flip"))
 
     def _after_softmax(self) -> Departure | None:
         """What happens to the weights after the softmax."""
@@ -249,7 +224,7 @@ class Scores:
         else:
             total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
             name, operation = "scale_missing" if abs(factor - 1) < LOOSE else "scale_wrong", self._scaling()
-        words, patches = scale_in_words(factor, self._sizes()), {index: divided(total)}
+        words, patches = scale_in_words(factor, self._sizes()), {index: partial(divided, total)}
         scale = words or f"* {factor:.4g}"
         how = ("divided by" if scale[0] == "/" else "multiplied by") + scale[1:]
         facts = {"factor": factor, "width": self.width, "of_a_size": bool(words), "scale": scale, "how": how}
@@ -333,11 +308,10 @@ class Scores:
         for step in self.steps:
             beside = self.attention.run.names.beside(step.operation) if step.operation.name in ADDS else []
             for slot, bits in beside:
-                names = recorder.named(bits)
-                given = bool(bits & own) or any(name.startswith("arg:") for name in names)
+                given = bool(bits & own) or any(name.startswith("arg:") for name in recorder.named(bits))
                 summands = [] if given else self._summands(slot, step.operation.index)
                 if any(self._changes_nothing(step.met_by(x, len(rows)), seen) for x in summands):
-                    yield _idle_bias(step.operation, recorder.parameters(bits))
+                    yield Departure("bias_without_effect", "bias", step.operation)
 
     def _summands(self, slot: Slot, before: int) -> list[Tensor]:
         """What is added to the scores, and what that is the sum of, or was before some of it was filled."""
@@ -349,9 +323,8 @@ class Scores:
 
     def _changes_nothing(self, added: Tensor, seen: Tensor) -> bool:
         """Whether what hides nothing differs among scores, and not among those of the keys that a query sees."""
-        graded = (
-            bool((added > UNDERFLOW).all()) and len((added / MEASURED).round().unique()) > 2
-        )  # a mask in the making is not
+        hides_none = bool((added > UNDERFLOW).all())
+        graded = hides_none and len((added / MEASURED).round().unique()) > 2  # a mask in the making is not
         return graded and spread(added[seen], self.model.rows[seen]) < MEASURED
 
     def _adding(self) -> Operation | None:
@@ -436,11 +409,5 @@ class Scores:
             maker = self.attention.run.graph.maker(context.operands[0], context.operation.index)
             names = None if maker is None else self.attention.run.names.after[maker.index][0]
             if maker is not None and names is not None:
-                patches[maker.index] = right_weights(part, names, hidden, factor)
+                patches[maker.index] = partial(right_weights, part, names, hidden, factor)
         return patches
-
-
-def _idle_bias(operation: Operation, learnt: list[str]) -> Departure:
-    if learnt:
-        return Departure("bias_never_used", "project", operation, {"parameter": learnt[0]})
-    return Departure("bias_without_effect", "bias", operation)

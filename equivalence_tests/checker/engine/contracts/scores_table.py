@@ -34,21 +34,14 @@ def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
 
 
 def with_some(may: Tensor, rows: Tensor) -> Tensor:
-    """Which scores stand in a row with some key that may be seen.
-
-    >>> with_some(torch.tensor([True, False, False]), torch.tensor([0, 0, 1])).tolist()
-    [True, True, False]
-    """
-    counts = torch.zeros(int(rows.max()) + 1, dtype=torch.long).index_add_(0, rows, may.long())
-    return counts[rows] > 0
+    """Which scores stand in a row with some key that may be seen."""
+    return sum_in(may, rows) > 0
 
 
 def padded_queries(part: Part, may: Tensor) -> Tensor:
     """The tokens that no query may look at and that are queries themselves: what comes out for them is nobody's.
 
-    Args:
-        part: Where tokens attend to themselves; where there are other keys than queries, nothing is padding.
-        may: Which key each score's query may look at.
+    Where there are other keys than queries, nothing is padding.
     """
     _, _, queries, keys = ranks_of(part)
     seen = part.table.key[may].unique()
@@ -65,14 +58,17 @@ def hidden_by_formula(part: Part, own: Tensor, may: Tensor | None, pattern: str)
 
 def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
-    if not bool(where.any()) or model.kind != "softmax":
-        return None
     below = (greatest_in(model.bias, model.rows, where) - model.bias)[where]
     # Next to nothing is a step only where there is no greater one: beside that it is rounding.
     steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])
     if not len(steps) or float(steps.max() - steps.min()) > LOOSE * float(steps.max()):
         return None
     return float(steps.mean())
+
+
+def sum_in(values: Tensor, rows: Tensor) -> Tensor:
+    """Give for each number the sum of its row."""
+    return torch.zeros(int(rows.max()) + 1, dtype=torch.float64).index_add_(0, rows, values.double())[rows]
 
 
 def greatest_in(values: Tensor, rows: Tensor, where: Tensor | None = None) -> Tensor:

@@ -5,12 +5,13 @@ softmax(factor * score + bias) for some factor and bias, or it is something else
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.scores_table import greatest_in
+from equivalence_tests.checker.engine.contracts.scores_table import greatest_in, sum_in
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
@@ -24,14 +25,17 @@ GENTLE = 1e-2
 def read_weights(run: Run, part: Part, context: Context, gently: bool = False) -> WeightsModel:
     """Find the scale, bias, mask and kind of softmax between the scores of one product and their weights.
 
-    Args:
-        run: The run.
-        part: The product of queries and keys.
-        context: That of weights and values.
-        gently: Whether the scores are too small for a bound to hold them.
+    Where no formula fits, or with ``gently``, the scores are too small for a tanh to bend them.
     """
     reader = _Reader(run, part, context)
-    return reader.read_gently() if gently else reader.read()
+    if gently:
+        return reader.read(GENTLE, capped=True)
+    model = reader.read(1.0)
+    if model.kind == "other":
+        cap = reader.cap()
+        gentle = reader.read(GENTLE, capped=bool(cap))
+        return replace(gentle, cap=cap) if gentle.kind == "softmax" else model
+    return model
 
 
 # How the logarithms of weights moved, by how much the scores did, and where that counts; less the means of the rows.
@@ -43,10 +47,10 @@ class _Reader:
         self.run, self.part, self.context = run, part, context
         self.raw = part.product.operation.outputs[0].value.double().reshape(-1)
         self.rows = part.table.row
-        self.count = int(self.rows.max()) + 1
         dtypes = {slot.value.dtype for operation, _, _ in self._steps() for slot in operation.outputs}
         self.capped = False
         self.single = bool(dtypes & {torch.float32, torch.float16, torch.bfloat16})
+        self.tolerance = SINGLE if self.single else MEASURED
 
     def _steps(self) -> Iterator[tuple[Operation, Tensor, Tensor]]:
         return self.run.names.carrying([self.part.number], before=self.context.operation.index + 1)
@@ -56,37 +60,17 @@ class _Reader:
         operation = self.part.product.operation
         slot = operation.outputs[0]
         given = raw.view(slot.value.shape).to(slot.value.dtype)
-        found = replayed(
-            self.run.recorder,
-            {slot.key: given},
-            operation.index,
-            self.context.operands[0],
-            self.context.operation.index - 1,
-        )
-        values = self.context.operands[0].value if found is None else found
+        asked, until = self.context.operands[0], self.context.operation.index - 1
+        found = replayed(self.run.recorder, {slot.key: given}, operation.index, asked, until)
+        values = asked.value if found is None else found
         laid = self.context.contraction.rows(values).double()
         flat = torch.full((len(self.raw),), torch.nan, dtype=torch.float64)
         has = known(self.context.weights)
         flat[place_of(self.context.weights)[has]] = laid[has]
         return flat
 
-    def read(self) -> WeightsModel:
-        """Read the weights of drawn scores; if no formula fits, again with scores too small for a tanh to bend them."""
-        model = self._read(1.0)
-        cap = self._cap()
-        if model.kind == "other":
-            gentle = self.read_gently(bool(cap))
-            if gentle.kind == "softmax":
-                gentle.cap = cap
-                return gentle
-        return model
-
-    def read_gently(self, capped: bool = True) -> WeightsModel:
-        """Read the weights of small scores."""
-        return self._read(GENTLE, capped)
-
-    def _cap(self) -> float:
-        """What the result of a tanh is multiplied by, as where scores are capped; 0 without a tanh."""
+    def cap(self) -> float:
+        """Give what the result of a tanh is multiplied by, as where scores are capped; 0 without a tanh."""
         held = False
         for operation, _, value in self._steps():
             if held and operation.inputs and operation.inputs[0].value.shape == value.shape:
@@ -94,21 +78,14 @@ class _Reader:
             held = held or operation.name == "tanh"
         return 0.0
 
-    def _read(self, size: float, capped: bool = False) -> WeightsModel:
+    def read(self, size: float, capped: bool = False) -> WeightsModel:
+        """Read the weights of drawn scores of a size."""
         self.capped = capped
         used = self.weights_of(self.raw)
         spread = torch.randn(len(self.raw), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * size
         none, some = self.weights_of(torch.zeros_like(self.raw)), self.weights_of(spread)
-        model = WeightsModel(
-            torch.nan,
-            torch.zeros_like(used),
-            used,
-            torch.zeros(len(used), dtype=torch.bool),
-            torch.zeros_like(used),
-            self._row_sums(used),
-            self.rows,
-            single=self.single,
-        )
+        nothing, sums = torch.zeros_like(used), sum_in(used.nan_to_num(0.0), self.rows)
+        model = WeightsModel(torch.nan, nothing, used, nothing.bool(), nothing, sums, self.rows, single=self.single)
         seen = ~used.isnan()
         hidden = seen & (none.abs() <= SMALLEST) & (some.abs() <= SMALLEST)
         model.dead = self._dead_rows(none, some, seen, hidden)
@@ -120,16 +97,10 @@ class _Reader:
 
     def _dead_rows(self, none: Tensor, some: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
         """Which rows have NaN, or have the same weights whatever the scores are though several keys are visible."""
-        broken = torch.zeros(self.count, dtype=torch.bool)
-        broken[self.rows[seen & (none.isnan() | some.isnan())]] = True
-        moved = torch.zeros(self.count, dtype=torch.bool)
-        moved[self.rows[seen & ((none - some).abs() > 1e-12)]] = True
-        several = torch.bincount(self.rows[seen & ~hidden], minlength=self.count) != 1
-        return broken | (~moved & several)
-
-    def _row_sums(self, weights: Tensor) -> Tensor:
-        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.rows, weights.nan_to_num(0.0))
-        return sums[self.rows]
+        cases = seen & (none.isnan() | some.isnan()), seen & ((none - some).abs() > 1e-12), seen & ~hidden
+        count = int(self.rows.max()) + 1
+        broken, moved, visible = (torch.bincount(self.rows[where], minlength=count) for where in cases)
+        return (broken > 0) | ((moved == 0) & (visible != 1))
 
     def _read_exponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor, hidden: Tensor
@@ -144,7 +115,7 @@ class _Reader:
         model.fill = bias.masked_fill(~model.replaced, 0.0)
         model.bias = bias.masked_fill(hidden, -torch.inf).masked_fill(~live & ~hidden, 0.0)
         if int(torch.bincount(rows[follows], minlength=1).max()) < 2:
-            whole = bool(((model.sums - 1)[live].abs() <= (SINGLE if self.single else MEASURED)).all())
+            whole = bool(((model.sums - 1)[live].abs() <= self.tolerance).all())
             model.axis = axis or ("keys" if whole else "")
             return  # a single key takes all, whatever its score
         model.axis = axis
@@ -172,14 +143,11 @@ class _Reader:
 
     def _slope(self, moved: Tensor, spread: Tensor, where: Tensor, groups: Tensor) -> Tensor:
         """Fit what the scores of each group are multiplied by, one number per score; NaN where there are none."""
-        sums = torch.zeros(2, int(groups.max()) + 1, dtype=torch.float64)
-        products = torch.stack([(moved * spread)[where], (spread**2)[where]])
-        both, under = sums.index_add_(1, groups[where], products)
-        return (both / under)[groups]
+        both, under = (sum_in(x.masked_fill(~where, 0.0), groups) for x in (moved * spread, spread**2))
+        return both / under
 
     def _axis(self, some: Tensor, live: Tensor) -> tuple[str, Tensor]:
         """Find the axis over which the weights sum to one ("" for none), and for each score the number of its sum."""
-        tolerance = SINGLE if self.single else MEASURED
         table = self.part.table
         width = int(table.key.max()) + 1
         tall = int(table.query.max()) + 1
@@ -187,12 +155,12 @@ class _Reader:
             "keys": lambda: self.rows,
             "queries": lambda: table.head * width + table.key,
             "heads": lambda: table.query * width + table.key,
-            "samples": lambda: (table.head * tall + table.rank_query) * width + table.rank_key,
+            "batch": lambda: (table.head * tall + table.rank_query) * width + table.rank_key,
         }
         for axis, grouped in groupings.items():
             _, place = torch.unique(grouped(), return_inverse=True)  # type: ignore[no-untyped-call]
-            sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, some.nan_to_num(0.0))
-            if bool(((sums[place] - 1)[live].abs() <= tolerance).all()) and int(place.max()) + 1 < len(place):
+            sums = sum_in(some.nan_to_num(0.0), place)
+            if bool(((sums - 1)[live].abs() <= self.tolerance).all()) and int(place.max()) + 1 < len(place):
                 return axis, place
         return "", self.rows
 
@@ -212,11 +180,9 @@ class _Reader:
 
     def _all_held_down(self) -> bool:
         """Whether a mask hides every key from every query, which leaves nothing to choose."""
-        for _, codes, value in self._steps():
-            mine = known(codes) & (source_of(codes) == self.part.number)
-            if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < -HIDING).all()):
-                return True
-        return False
+        given = ((value, source_of(codes) == self.part.number) for _, codes, value in self._steps())
+        own = (value[mine] for value, mine in given if value.is_floating_point() and bool(mine.any()))
+        return any(bool((scores < -HIDING).all()) for scores in own)
 
 
 def _logs(weights: Tensor) -> Tensor:
@@ -225,6 +191,4 @@ def _logs(weights: Tensor) -> Tensor:
 
 def _centred(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
     """Subtract from each number the mean of its row, taken over the places where ``where`` is true."""
-    count = int(rows.max()) + 1
-    total = torch.zeros(count, dtype=torch.float64).index_add_(0, rows[where], values[where])
-    return values - (total / torch.bincount(rows[where], minlength=count).clamp_min(1))[rows]
+    return values - sum_in(values.masked_fill(~where, 0.0), rows) / sum_in(where, rows).clamp_min(1)
