@@ -15,9 +15,7 @@ FEATURES_OF = words("elu relu softplus gelu silu selu celu")
 def attentions_of(run: Run) -> list[Attention]:
     """Find the attentions of a run, in the order in which they end.
 
-    Returns:
-        Products of activations that nothing weighs are left out, but where nothing weighs anywhere: then the softmax
-        was forgotten.
+    Products that nothing weighs are left out, unless nothing weighs anywhere: then the softmax was forgotten.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
     weighed = any(operation.name in WEIGHS for operation in run.operations)

@@ -43,22 +43,14 @@ SWITCHES = re.compile(
 
 
 class _Protocol(NamedTuple):
-    """One way in which code may keep keys and values from step to step.
+    """One way in which code may keep keys and values from step to step."""
 
-    Args:
-        names: The argument that takes the cache, two of them for keys and values, separated by a blank, or "" for
-            none; and all arguments that serve it.
-        detail: The same in words.
-        first: Gives the cache of the first step.
-        fed_back: Which of the returned values the next step takes as the cache; None if it takes the same object.
-        prepares: The name of the method that makes the cache before the first step; "" for none.
-    """
-
-    names: tuple[str, ...]
-    detail: str
-    first: Callable[[], Any]
+    holders: tuple[str, ...]  # the arguments that take the cache: none, one, or one each for keys and values
+    detail: str  # the same in words
+    first: Callable[[], Any] = lambda: None  # gives the cache of the first step
+    # Which of the returned values the next step takes as the cache; None if it takes the same object.
     fed_back: int | slice | None = None
-    prepares: str = ""
+    prepares: str = ""  # the name of the method that makes the cache before the first step; "" for none
 
 
 def cache_arguments(function: Callable[..., Any]) -> list[str]:
@@ -88,7 +80,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     reasons: list[str] = []
     for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
-            answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
+            answer = ask(partial(_compared, _Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query)))
             if answer.value is not None:
                 refused, findings = answer.value
                 ran = [Exercise(name, True, protocol.detail) for name in names]
@@ -148,18 +140,18 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     if len(holders) == 2:
         detail = f"what comes back is handed to {' and '.join(holders)}"
-        yield _Protocol((" ".join(holders), *names), detail, lambda: (None, None), slice(1, 3))
+        yield _Protocol(tuple(holders), detail, lambda: (None, None), slice(1, 3))
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
             empty = partial(empty_state, trial.function, holder, trial.sizes, trial.sizes.batch)
             first = empty if (holder, "=state") in trial.plan.roles else lambda: None
-            yield _Protocol((holder, *names), f"what comes back is handed to {holder}", first, back)
+            yield _Protocol((holder,), f"what comes back is handed to {holder}", first, back)
         for detail, make in _objects(parameters[holder]):
-            yield _Protocol((holder, *names), f"{detail} is handed to {holder}", make)
-    yield _Protocol(("", *names), "the module keeps it", lambda: None)
+            yield _Protocol((holder,), f"{detail} is handed to {holder}", make)
+    yield _Protocol((), "the module keeps it")
     inside = trial.function.modules() if isinstance(trial.function, nn.Module) else ()
     for name in dict.fromkeys(name for module in inside for name in dir(type(module)) if PREPARES.search(name)):
-        yield _Protocol(("", *names), f"the module keeps it, made by {name}", lambda: None, prepares=name)
+        yield _Protocol((), f"the module keeps it, made by {name}", prepares=name)
 
 
 def _prepare(trial: Trial, name: str) -> None:
@@ -207,6 +199,7 @@ class _Decoder:
 
     trial: Trial
     protocol: _Protocol
+    names: list[str]  # all arguments that serve the cache
     hiding: Hiding
     tokens: Tensor
     joins: bool = False
@@ -219,8 +212,7 @@ class _Decoder:
     def last_of_each(self, length: int) -> Tensor:
         """Give the output of each of the first tokens as the last of a pass, which has none to hide from it.
 
-        Raises:
-            CannotCheckError: If there is a second attention, which in a pass reads what the first made of all tokens.
+        A second attention is refused: in a pass it reads what the first made of all tokens.
         """
         with Recorder() as run:
             self.whole(length)
@@ -235,9 +227,7 @@ class _Decoder:
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
 
-        Args:
-            lengths: How many tokens each step is given.
-            right: The values to substitute for the outputs of operations of the last step, by their index.
+        In the last step the values that are ``right`` take the place of what operations give, by their index.
         """
         function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
         trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
@@ -247,7 +237,7 @@ class _Decoder:
         patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
         for length in lengths:
             stop, x = start + length, self.tokens[:, start : start + length]
-            extra = _extra(trial, protocol, start, length, handed) | self.hiding(start, stop)
+            extra = self._extra(start, length, handed) | self.hiding(start, stop)
             with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
                 returned = replace(trial, first=start).returned(Inputs(x, x, x), extra, changing=True)
             if protocol.fed_back is not None:
@@ -257,7 +247,7 @@ class _Decoder:
                 handed = tree_map(lambda old, x: torch.cat([old, x], -2), handed, new) if alone else new
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
-            if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
+            if not (_holds(handed) if protocol.holders else _sizes(function) != before):
                 raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
             apart = self.hiding is _sees_all and protocol.fed_back is not None
@@ -265,6 +255,19 @@ class _Decoder:
                 raise CannotCheckError("what is kept does not grow from step to step")
             yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
             start = stop
+
+    def _extra(self, start: int, length: int, handed: Any) -> dict[str, Any]:
+        """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
+        parameters = {p.name: p for p in parameters_of(self.trial.function)}
+        holders = self.protocol.holders
+        given: dict[str, Any] = dict(zip(holders, handed if len(holders) > 1 else (handed,), strict=False))
+        for name in self.names:
+            if _is_switch(parameters[name]):
+                given[name] = True
+            elif POSITION.search(name):
+                many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
+                given[name] = torch.arange(start, start + length) if many else start
+        return given
 
 
 def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
@@ -297,11 +300,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
 
 
 def _differing(have: Tensor, whole: Tensor, alone: Tensor | None) -> Tensor:
-    """Say of each token whether the steps differ from one pass.
-
-    Raises:
-        CannotCheckError: If the shapes differ, or each step gives what it would ``alone``.
-    """
+    """Say of each token whether the steps differ from one pass; refuse where each gives what it would ``alone``."""
     if have.shape != whole.shape:
         raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
     if alone is not None and near(have, alone):
@@ -366,20 +365,3 @@ def _kept(function: nn.Module | None) -> dict[str, Tensor]:
 def _sizes(function: nn.Module | None) -> dict[str, float]:
     """The sums of squares of these, which change when the tensors do."""
     return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
-
-
-def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
-    """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
-    parameters = {p.name: p for p in parameters_of(trial.function)}
-    holder, *names = protocol.names
-    holders = holder.split()
-    given: dict[str, Any] = dict.fromkeys(holders, handed)
-    if len(holders) > 1:
-        given = dict(zip(holders, handed, strict=True))
-    for name in names:
-        if _is_switch(parameters[name]):
-            given[name] = True
-        elif POSITION.search(name):
-            many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
-            given[name] = torch.arange(start, start + length) if many else start
-    return given

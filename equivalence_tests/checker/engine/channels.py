@@ -40,14 +40,9 @@ def exchanged(codes: Tensor, exchange: Exchange) -> Tensor:
 
 
 def exchanges_in(found: Identities, known_ones: dict[Key, Exchange]) -> dict[Key, Exchange]:
-    """Exchange the roles of tokens and features in what meets in an attention over channels.
+    """Exchange the roles of tokens and features in what meets in an attention over channels, beyond what is known.
 
-    Args:
-        found: The names of a run, in which those roles are not exchanged yet, or not everywhere.
-        known_ones: What was found in it before.
-
-    Returns:
-        All of them, by the sources that they stand in; the same object where nothing is new.
+    All exchanges are given by the sources in which they stand; as the same object where nothing is new.
     """
     exchanges = known_ones
     for codes in _meeting_by_features(found):
@@ -64,13 +59,8 @@ def exchanges_in(found: Identities, known_ones: dict[Key, Exchange]) -> dict[Key
 
 
 def _attending(names: Tensor, others: Tensor) -> Tensor | None:
-    """Names in which each row, a feature at the tokens of a sample, is a token; None where rows do not lie so.
-
-    Args:
-        names: Of the rows of each head and sample, (n, i, d).
-        others: Names that are given away already.
-    """
-    (_, channels, width), tokens = names.shape, token_of(names)
+    """Names in which each row, a feature at the tokens of a sample, is a token; None where rows do not lie so."""
+    (_, channels, width), tokens = names.shape, token_of(names)  # (heads and samples, rows, tokens)
     ordered = tokens.sort(-1).values
     samples, sample = ordered[:, 0].unique(dim=0, return_inverse=True)
     heads, head = feature_of(names[..., 0]).sort(-1).values.unique(dim=0, return_inverse=True)

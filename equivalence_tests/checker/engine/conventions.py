@@ -32,12 +32,7 @@ KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 
 
 class Conventions:
-    """Lists the conventions of one attention, each with the evidence that it is intended.
-
-    Args:
-        judgement: Of one attention.
-        module: Holds the parameters and configurations.
-    """
+    """Lists the conventions of one attention, each with the evidence that it is intended."""
 
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module

@@ -52,11 +52,7 @@ MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix toke
 
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
-    """Exercise what the code offers: optional arguments, switches, long lengths, caches.
-
-    Returns:
-        All of it, and what deviates.
-    """
+    """Exercise what the code offers: optional arguments, switches, long lengths, caches."""
     covered = Covered(trial, judge)
     cover_lengths(covered)
     caches = cache_arguments(trial.function)
@@ -317,15 +313,7 @@ def _context(name: str, covered: Covered) -> None:
 
 
 def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
-    """Call the code with numbers for an argument that numbers tokens, and say whether it does what its name says.
-
-    Args:
-        trial: A way to call it that was judged, without the argument.
-        name: The argument.
-
-    Returns:
-        What was seen; None if its name promises none of these, or if it takes something else.
-    """
+    """Call the code with numbers for an argument that numbers tokens; None if its name promises nothing of the kind."""
     if not trial.plan.self_attention or trial.plan.positional:
         return None
     inputs, counted = trial.inputs(NUMBERED, NUMBERED), torch.arange(NUMBERED)

@@ -26,11 +26,7 @@ OF_PADDING = "key_padding_mask"  # True hides, as its name says
 
 
 class GivenMasks:
-    """Reads the masks among the arguments of a call, and what a module, or a function in it, says with ``is_causal``.
-
-    Args:
-        call: The call.
-    """
+    """Reads the masks that a call is given, and what a module, or a function in it, says with ``is_causal``."""
 
     def __init__(self, call: Call) -> None:
         given = _arguments(call)

@@ -15,11 +15,7 @@ Passing = Callable[[Operation], Iterable[Slot]]  # gives what is followed of wha
 
 
 class Graph:
-    """The operations of one run as a graph, from what was given to what comes back.
-
-    Args:
-        operations: In the order in which they ran.
-    """
+    """The operations of one run, in the order in which they ran, as a graph from what was given to what comes back."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
@@ -47,12 +43,7 @@ class Graph:
         return dict(found)
 
     def maker(self, slot: Slot, before: int) -> Operation | None:
-        """Give the last operation that gave a tensor, or wrote into its memory; None where none did.
-
-        Args:
-            slot: The tensor.
-            before: The first operation that comes too late.
-        """
+        """Give the last operation before another that gave a tensor, or wrote into its memory; None where none did."""
         gave, wrote = self._giving.get(slot.key, []), self._writing.get(storage_of(slot.tensor), [])
         last = gave[place - 1] if (place := bisect_left(gave, before)) else -1
         for index in reversed(wrote[: bisect_left(wrote, before)]):
@@ -65,13 +56,7 @@ class Graph:
         return [self.operations[index] for index in self._taking.get(slot.key, [])]
 
     def ancestors(self, slot: Slot, before: int, passing: Passing) -> Iterator[Operation]:
-        """List the operations that a tensor was made by, the last one first.
-
-        Args:
-            slot: The tensor.
-            before: The first operation that comes too late to have made it.
-            passing: Says which tensors that an operation takes are followed further.
-        """
+        """List the operations before another that a tensor was made by, the last one first."""
         left, seen = [(slot, before)], set[int]()
         while left:
             operation = self.maker(*left.pop())
@@ -91,11 +76,7 @@ class Graph:
         return live
 
     def unwatched(self, given: Iterable[Slot]) -> Operation | None:
-        """Give the first of the user's lines that takes what neither was given nor came of an operation.
-
-        Args:
-            given: What was handed over, and what the module holds.
-        """
+        """Give the first of the user's lines that takes what neither was given nor came of an operation."""
         known = {storage_of(slot.tensor) for slot in given}
         for operation in self.operations:
             taken = {storage_of(slot.tensor) for slot in operation.inputs}

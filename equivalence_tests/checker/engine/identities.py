@@ -66,10 +66,7 @@ def identify(
 
 
 def _with_learnt_queries(found: "Identities") -> frozenset[int]:
-    """Give the indices of products with a parameter that go into a softmax, where the run has no other attention.
-
-    These are products of keys with queries that are parameters.
-    """
+    """Give the indices of the products of keys with queries that are parameters, in a run without other attentions."""
     if found.contexts:
         return frozenset()
     made = set()

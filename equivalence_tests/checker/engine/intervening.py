@@ -54,12 +54,7 @@ def _distance(have: list[Tensor], want: list[Tensor]) -> float:
 
 
 def reference(judgement: Judgement, biased: bool = False) -> dict[int, Patch]:
-    """Torch's own formula in the place of what reaches the end of an attention.
-
-    Args:
-        judgement: Of the attention.
-        biased: Whether what the code adds to its scores is part of the formula.
-    """
+    """Torch's own formula in the place of what reaches the end of an attention; with what is added to the scores."""
     attention = judgement.attention
     names = attention.names
     if names is None or len(attention.context_sources) == 0:

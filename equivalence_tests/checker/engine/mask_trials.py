@@ -67,11 +67,7 @@ def of_all_masks(masked: Sequence[Situation], report: Report) -> list[Departure]
 
 
 def masked_departures(situation: Situation, report: Report) -> list[Departure]:
-    """Hand a mask over in every form, and judge what it hides.
-
-    Returns:
-        What departs with the mask, beyond what departs without.
-    """
+    """Hand a mask over in every form, and list what departs with it, beyond what departs without."""
     if not situation.plan.mask_parameter:
         return []
     adapted = situation.subject.adapter.call is not None

@@ -333,10 +333,6 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     Evidence is a switch that is on, a triangle that the instance keeps or that forward makes, or the name of the class.
     A switch that is off leaves the causal mask to the caller, and so does a mask argument, unless a triangle that is
     kept takes part without it.
-
-    Args:
-        module: The module; that it is not causal is known.
-        call: Calls it.
     """
     kept, ran = _triangles(module), operations_of(call)
     taken = {storage_of(slot.tensor) for operation in ran for slot in operation.inputs}

@@ -11,11 +11,7 @@ from equivalence_tests.checker.engine.watching import Operation, letters_of
 
 
 def contraction_of(operation: Operation) -> Contraction | None:
-    """Read a product.
-
-    Returns:
-        None for what is no product of two tensors, or one that is not read.
-    """
+    """Read a product; None for what is no product of two tensors, or one that is not read."""
     name = operation.name
     if len(operation.inputs) < 2:
         return None
@@ -46,12 +42,7 @@ def _matmul(first: Tensor, second: Tensor) -> Contraction | None:
 
 
 def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
-    """Read a sum over letters; None where an operand repeats a letter.
-
-    Args:
-        equation: As torch.einsum has it.
-        first: The places of the operand before the comma in its memory.
-        second: Those of the operand behind it.
+    """Read a sum over letters, of which the operands are given as the places in their memory; None where one repeats.
 
     >>> found = _einsum("qd,kd", torch.zeros(2, 5).long(), torch.zeros(3, 5).long())
     >>> found.shape, found.left.shape, found.right.shape

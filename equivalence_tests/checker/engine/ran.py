@@ -25,12 +25,7 @@ def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
 
 
 def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) -> Recorder:
-    """Record a call that is known to run, keeping of each operation's stack the frames inside this call.
-
-    Args:
-        call: Runs the code.
-        named: The tensors that it is given, by name.
-    """
+    """Record a call that is known to run, keeping of each operation's stack the frames inside this call."""
     outside, recorder = frames_here(), Recorder(named)
     with torch.no_grad(), recorder:
         call()
@@ -47,15 +42,9 @@ def unused_fill(operations: Sequence[Operation]) -> Operation | None:
 
 
 def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
-    """Give the stack of the first operation that ran under one of some names, the innermost frame first.
+    """Give the stack of the first operation with one of some names, by preference, such as "softmax, exp"; () for none.
 
-    Args:
-        ran: Names of operations by preference, such as "softmax, exp"; "last mul" is the last of that name, and
-            "end" the outermost line of the last operation.
-        operations: Those that ran.
-
-    Returns:
-        An empty tuple where none of them ran.
+    "last mul" is the last of that name, and "end" the outermost line of the last operation.
     """
     for wanted in ran.split(", "):
         if wanted == "end":
@@ -116,12 +105,7 @@ def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
 
 
 def never_hid(recorder: Recorder, ids: set[str]) -> list[Exercise]:
-    """List the lines that hide keys by what ids alone say, where these say it of none.
-
-    Args:
-        recorder: A recording of a call.
-        ids: How the ids that it was given are called in it.
-    """
+    """List the lines that hide keys by what ids alone say, where these say it of none; ``ids`` as they are recorded."""
     lines = dict[int, str]()
     for one in recorder.operations:
         for slot, bits in zip(one.inputs, one.origins, strict=True) if one.name in FILLS and one.frames else ():

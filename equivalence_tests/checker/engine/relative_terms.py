@@ -40,23 +40,14 @@ NO_MASK_HELPS = ". To hide later keys is not enough: in a longer call each dista
 
 @dataclass(eq=False)
 class Term:
-    """What queries say to relative positions, as it is added to the scores of one part.
+    """What queries say to relative positions, as it is added to the scores of one part."""
 
-    Args:
-        part: Whose scores.
-        product: Of queries, on the left, and of the vectors that they meet.
-        laid: Which score each element of what is added belongs to, in its shape.
-        said: Which element of the product is added to each score; -1 for none.
-        way: What lays the product out, the last first.
-        handed: Whether the vectors are made of an argument, whose length may have been guessed.
-    """
-
-    part: Part
-    product: Product
-    laid: Tensor
-    said: Tensor
-    way: list[Operation]
-    handed: bool
+    part: Part  # whose scores
+    product: Product  # of queries, on the left, and of the vectors that they meet
+    laid: Tensor  # which score each element of what is added belongs to, in its shape
+    said: Tensor  # which element of the product is added to each score; -1 for none
+    way: list[Operation]  # lays the product out, the last first
+    handed: bool  # whether the vectors are made of an argument, whose length may have been guessed
 
     @cached_property
     def sayer(self) -> Tensor:
@@ -114,11 +105,7 @@ class Term:
         return (query * vector).sum(-1).masked_fill(self.right[0] < 0, 0.0)[self.laid]
 
     def vectors(self, run: Run) -> Tensor | None:
-        """Those of the distances from 0 on, (keys, heads, features); None where they are handed over.
-
-        Args:
-            run: The run.
-        """
+        """Those of the distances from 0 on, (keys, heads, features); None where they are handed over."""
         if self.right is None or self.handed:
             return None
         own, (query, key, queries, keys) = self.part.table, ranks_of(self.part)

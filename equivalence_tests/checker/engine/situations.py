@@ -39,27 +39,18 @@ OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "q
 
 @dataclass(eq=False)
 class Situation:
-    """One way to call the subject, and what was found in the call.
-
-    Args:
-        subject: What is checked.
-        trial: How it is called.
-        inputs: Its inputs.
-        call: The call.
-        found: The attentions of the call, judged.
-        extra: The departures outside the attention itself: inputs, weights, residual.
-        understood: The form of mask that the code reads without a departure; None if no mask was tried.
-        other_masks: The same, called with each of the other masks.
-    """
+    """One way to call the subject, and what was found in the call."""
 
     subject: Subject
-    trial: Trial
+    trial: Trial  # how it is called
     inputs: Inputs
     call: Call
-    found: Examination
+    found: Examination  # the attentions of the call, judged
+    # The departures outside the attention itself: inputs, weights, residual.
     extra: list[Departure] = field(default_factory=list)
+    # The form of mask that the code reads without a departure; None if no mask was tried.
     understood: MaskForm | None = None
-    other_masks: "list[Situation]" = field(default_factory=list)
+    other_masks: "list[Situation]" = field(default_factory=list)  # the same, called with each of the other masks
 
     @property
     def plan(self) -> CallPlan:

@@ -15,24 +15,16 @@ from equivalence_tests.checker.reporting.lines import Frames
 
 @dataclass(frozen=True)
 class Against:
-    """A run over all tokens, with which a step over only the last of them is compared, line by line.
+    """A run over all tokens, with which a step over only the last of them is compared, line by line."""
 
-    Args:
-        whole: The run over all.
-        new: How many tokens the step is over.
-        total: How many the whole run is over.
-    """
-
-    whole: Recorder
-    new: int
-    total: int
+    whole: Recorder  # the run over all
+    new: int  # how many tokens the step is over
+    total: int  # how many the whole run is over
 
     def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """List the operations of a step that depart where nothing that they take does, and what each should give.
+        """List the operations of a step, but for those known, that depart where nothing that they take does.
 
-        Args:
-            run: The step.
-            known: The indices of operations that are listed already.
+        With each goes what it should give.
         """
         graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
         lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
