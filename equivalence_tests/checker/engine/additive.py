@@ -18,7 +18,7 @@ def additive(run: Run, is_read: bool) -> str:
     weighs = next((op for op in run.recorder.operations if op.name in SOFTMAXES and op.frames), None)
     if weighs is None:
         return ""
-    before = [*run.graph.ancestors(weighs.inputs[0], weighs.index, lambda operation: operation.inputs)]
+    before = [*run.graph.ancestors(weighs.inputs[0], weighs.index)]
     if any(op.name in CONTRACTIONS and _of_two(run, op) for op in before):
         return ""
     added = [op for op in before if (op.name == "add" or _joins_features(op)) and op.frames and _of_two(run, op)]

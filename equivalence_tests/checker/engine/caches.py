@@ -182,14 +182,6 @@ def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], A
     yield "a list", list
 
 
-class _Step(NamedTuple):
-    """The output of one step, as (batch, tokens, features) and as it was returned, and what ran in it."""
-
-    output: Tensor
-    returned: Tensor
-    run: Recorder
-
-
 @dataclass
 class _Decoder:
     """Decodes tokens of shape (batch, tokens, features), with and without a cache.
@@ -224,7 +216,9 @@ class _Decoder:
         """Give the output of each of the first tokens in a pass of its own."""
         return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
 
-    def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
+    def steps(
+        self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Recorder]]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
 
         In the last step the values that are ``right`` take the place of what operations give, by their index.
@@ -253,7 +247,7 @@ class _Decoder:
             apart = self.hiding is _sees_all and protocol.fed_back is not None
             if size <= earlier and ("memory" in trial.plan.given or apart):  # it may be kept as a whole
                 raise CannotCheckError("what is kept does not grow from step to step")
-            yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
+            yield trial.output_in(returned), recorder
             start = stop
 
     def _extra(self, start: int, length: int, handed: Any) -> dict[str, Any]:
@@ -276,7 +270,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
     whole = decoder.last_of_each(TOKENS) if apart else decoder.whole(TOKENS)
     for how, lengths in [*CHUNKS.items()][: 1 if apart else None]:
         done: list[Tensor] = []
-        error = ask(partial(done.extend, (step.output for step in decoder.steps(lengths)))).error
+        error = ask(partial(done.extend, (output for output, _ in decoder.steps(lengths)))).error
         if error is not None:  # in the step after those that are done
             if not done or decoder.protocol.fed_back is None or isinstance(error, CannotCheckError):
                 raise error
@@ -315,22 +309,22 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
     against, right = Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
-    def step(right: Mapping[int, Tensor]) -> _Step:
+    def step(right: Mapping[int, Tensor]) -> tuple[Tensor, Recorder]:
         return [*decoder.steps(lengths, right)][-1]
 
     for _ in range(ROUNDS):
-        last = step(right)
-        found = {} if near(last.output, want) else dict(against.departing(last.run, right))
+        output, run = step(right)
+        found = {} if near(output, want) else dict(against.departing(run, right))
         right |= found
         if not found:
             break
-    for index in sorted(right) if near(last.output, want) else ():
+    for index in sorted(right) if near(output, want) else ():
         others = {other: rows for other, rows in right.items() if other != index}
-        if near(step(others).output, want):
+        if near(step(others)[0], want):
             right = others
-    if not right or not near(last.output, want):
+    if not right or not near(output, want):
         return {}
-    first = last.run.operations[min(right)]
+    first = run.operations[min(right)]
     return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
 
 
@@ -351,9 +345,8 @@ def _holds(handed: Any) -> bool:
     if handed is None or isinstance(handed, (Tensor, bool, int, float)):
         return isinstance(handed, Tensor) and handed.dim() == KEYS_AND_VALUES
     if isinstance(handed, (dict, list, tuple)):
-        return any(
-            _holds(one) or isinstance(one, Tensor) for one in (handed.values() if isinstance(handed, dict) else handed)
-        )
+        held = handed.values() if isinstance(handed, dict) else handed
+        return any(_holds(one) or isinstance(one, Tensor) for one in held)
     return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
 
 

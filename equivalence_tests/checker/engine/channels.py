@@ -20,7 +20,8 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
     token_of,
 )
-from equivalence_tests.checker.engine.names import Identities, Product, Source
+from equivalence_tests.checker.engine.graph import Graph
+from equivalence_tests.checker.engine.names import Identities, Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
@@ -76,18 +77,14 @@ def _attending(names: Tensor, others: Tensor) -> Tensor | None:
 
 def _meeting_by_features(found: Identities) -> Iterator[Tensor]:
     """The operands of products over tokens that are weighed, and values of which several features are averaged."""
+    graph, weighing = Graph(found.operations), [op for op in found.operations if op.name in WEIGHS]
     for product in found.across:
-        if _is_weighed(found, product):
+        before = (graph.ancestors(op.inputs[0], op.index, _until_a_product) for op in weighing)
+        if any(product.operation in made for made in before):
             yield from (product.left, product.right)
     for context in found.contexts:
         if context.source is None and by_features(context.values.mT):
             yield context.values.mT
-
-
-def _is_weighed(found: Identities, product: Product) -> bool:
-    """Whether a softmax takes what a product gives before another product does."""
-    weighing = (operation for operation in found.operations if operation.name in WEIGHS)
-    return any(product.operation in found.graph.ancestors(op.inputs[0], op.index, _until_a_product) for op in weighing)
 
 
 def _until_a_product(operation: Operation) -> list[Slot]:

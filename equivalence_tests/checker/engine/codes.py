@@ -1,7 +1,6 @@
 """Names of elements, each one float64: the number of the source tensor, the token and the feature; and contractions."""
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,11 +29,6 @@ def numbered(shape: torch.Size) -> Tensor:
     """
     token = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1)
     return coded(1, token.expand(shape), torch.arange(shape[-1]).expand(shape))
-
-
-def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
-    """Name the scores of one product by their flat index in it."""
-    return source * float(SPAN) + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
 def known(codes: Tensor) -> Tensor:

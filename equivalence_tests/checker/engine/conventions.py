@@ -57,7 +57,8 @@ class Conventions:
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
         rotated = [operand for operand in self.judgement.first_operands[:2] if operand.rotated]
         if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
-            place = _first_step(self.judgement, rotated[0])
+            steps = rotated[0].steps(self.judgement.attention.run)
+            place = next((operation for operation, _, _ in steps if operation.name == "mul"), None)
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
             turns, base = turns_of(self.judgement.attention.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
@@ -76,7 +77,8 @@ class Conventions:
         return {float(x) for x in numbers if isinstance(x, int | float)}
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
-        normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
+        both = self.judgement.first_operands[:2]
+        normed = [operand for operand in both if operand.change == "normed" or self._norms_before(operand)]
         made = next((s.operation for o in normed for s in self._norms_before(o) if s.kind == "normed"), None)
         named = any("norm" in one.name for one in departures if one.name != "values_normalised")
         if len(normed) == 2:
@@ -199,9 +201,6 @@ class Conventions:
                     found[id(value)] = value
         return list(found.values())
 
-    def _is_normed(self, operand: Operand) -> bool:
-        return operand.change == "normed" or bool(self._norms_before(operand))
-
     def _norms_before(self, operand: Operand) -> list[Source]:
         """What norms of tokens made of an operand, after its projection."""
         made_of = self._names.made_of(source.number for source in operand.sources)
@@ -284,11 +283,6 @@ def _made_from(name: str) -> str:
     """
     kind, _, own = name.partition(":")
     return f"it is made from the {KINDS[kind]} {own}"
-
-
-def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
-    steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
-    return next((operation for operation in steps if operation.name == "mul"), None)
 
 
 def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:

@@ -119,20 +119,12 @@ class _Follower(Meetings):
 
     def _spread(self, operation: Operation) -> None:
         """Mark the outputs of an operation as data of the call, as made from weights alone, or as neither."""
-        isdata = operation.name in INDEXED or (
-            operation.name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in operation.inputs)
-        )
-        isweight = (
-            not isdata
-            and operation.name not in CONTRACTIONS
-            and bool(operation.inputs)
-            and all(slot.key in self.weights for slot in operation.inputs)
-        )
-        for slot in operation.outputs:
-            if isdata:
-                self.data.add(storage_of(slot.tensor))
-            if isweight:
-                self.weights.add(slot.key)
+        name, taken = operation.name, operation.inputs
+        passed_on = name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in taken)
+        if name in INDEXED or passed_on:
+            self.data |= {storage_of(slot.tensor) for slot in operation.outputs}
+        elif taken and name not in CONTRACTIONS and all(slot.key in self.weights for slot in taken):
+            self.weights |= {slot.key for slot in operation.outputs}
 
     # ------------------------------------------------------------------------------------------ data that moves
     def _moved(self, operation: Operation) -> list[Tensor | None]:
@@ -209,12 +201,9 @@ class _Follower(Meetings):
         shape = slot.value.shape
         before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before
-        fitting = [
-            (place, codes)
-            for place, given in enumerate(taken)
-            if given is not None and (codes := _fitted(operation, given, shape)) is not None
-        ]
-        fitting = [(i, codes) for i, codes in fitting if codes.is_complex() == slot.value.is_complex()]
+        fitted = [(place, _fitted(operation, codes, shape)) for place, codes in enumerate(taken) if codes is not None]
+        pairs = [(place, codes) for place, codes in fitted if codes is not None]
+        fitting = [(place, codes) for place, codes in pairs if codes.is_complex() == slot.value.is_complex()]
         if not fitting:
             return None
         if operation.inplace and fitting[0][0] > 0:
@@ -255,11 +244,8 @@ class _Follower(Meetings):
             return self._retag(kind, operation, slot, codes, rest) if same else codes
         if operation.name in NORMS:
             return self._retag("normed", operation, slot, codes, [])
-        extra = [
-            bits
-            for i, (bits, taken) in enumerate(zip(operation.origins, operation.inputs, strict=True))
-            if i != place and storage_of(taken.tensor) not in self.data
-        ]
+        pairs = enumerate(zip(operation.origins, operation.inputs, strict=True))
+        extra = [bits for i, (bits, slot) in pairs if i != place and storage_of(slot.tensor) not in self.data]
         if any(bits & self.parameters for bits in extra):
             if operation.name in ADDS | {"lerp", "addcmul"}:
                 return self._retag("added", operation, slot, codes, [])
@@ -269,16 +255,9 @@ class _Follower(Meetings):
 
     def _by_token(self, operation: Operation, place: int, codes: Tensor) -> bool:
         """Whether a factor differs from token to token."""
-        token = token_of(codes)
-        for i, slot in enumerate(operation.inputs):
-            if i == place:
-                continue
-            for back in range(1, slot.value.dim() + 1):
-                if slot.value.size(-back) > 1 and back <= token.dim():
-                    lead = token.select(-back, 0).unsqueeze(-back)
-                    if not bool((token == lead).all()):
-                        return True
-        return False
+        token, others = token_of(codes), [slot.value for i, slot in enumerate(operation.inputs) if i != place]
+        axes = {axis for x in others for axis in range(-min(x.dim(), token.dim()), 0) if x.size(axis) > 1}
+        return any(bool((token != token.select(axis, 0).unsqueeze(axis)).any()) for axis in axes)
 
 
 def _by_small_matrices(codes: Tensor, other: Tensor) -> Tensor:

@@ -45,16 +45,12 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
         return
-    averaged = list(_of_context(found, expected))
-    found.departures += averaged
-    if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
+    found.departures += list(_of_context(found, expected))
+    # Where the values are weighed by exponentials and divided by their sum later, no weights can be compared.
+    divided_later = any(model.kind == "softmax" and not model.axis for model in found.models)
+    if divided_later and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += merge_departures(attention)
-
-
-def _divided_later(found: Judgement) -> bool:
-    """Whether the values are weighed by exponentials and divided by their sum, so that no weights can be compared."""
-    return any(model.kind == "softmax" and not model.axis for model in found.models)
 
 
 def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:

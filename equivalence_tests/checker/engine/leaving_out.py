@@ -84,9 +84,8 @@ class Repair:
     def written(self) -> tuple[str, str]:
         """The expression, or else its last operation, and what takes its place; "" where that is not known."""
         one = self.left_out[0]
-        return one.place.text or self.operation.name, operand_in(
-            one.place.text, one.position
-        ) if one.taking == one.place else ""
+        instead = operand_in(one.place.text, one.position) if one.taking == one.place else ""
+        return one.place.text or self.operation.name, instead
 
     def keeps_operand_of(self, operation: Operation) -> bool:
         """Whether what takes the place of an operation's result is one of its own operands."""
@@ -118,9 +117,8 @@ class Without(Recorder):
         self.called: dict[tuple[int, nn.Module], Place | None] = {}  # by the first operation inside, and the module
         self.holders: list[nn.Module | None] = []  # whose method runs it
         self._taken: dict[Spot, Tensor | None] = {x: None for one in left_out for x in one.sources}  # the last one last
-        self._calls = not left_out or any(
-            place is not None and place.calls for place, _ in [*self._taken, *self.left_out]
-        )
+        spots = (*self._taken, *self.left_out)
+        self._calls = not left_out or any(place is not None and place.calls for place, _ in spots)
         self._last: dict[bool, tuple[FrameType, int, int]] = {}
         self._adding = False
 

@@ -93,9 +93,8 @@ class Evidence(Conventions):
     def not_judged(self) -> Iterator[Exercise]:
         """List what one call is no evidence for."""
         if self.judgement.models and not any(model.has_choice for model in self.judgement.models):
-            yield Exercise(
-                "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
-            )
+            why = "no query had more than one key to choose from in this call"
+            yield Exercise("scale, mask and softmax", False, why)
         for name in waiting_parameters(self.judgement.attention.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
@@ -145,9 +144,8 @@ class Evidence(Conventions):
     def _is_of_wide_weights(self, departure: Departure) -> bool:
         """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
         operands, taken = self.judgement.first_operands, self._features_taken()
-        if len(operands) != 3 or not all(
-            abs(o.factor * math.sqrt(taken.get(o.role, 0)) - 1) < MEASURED for o in operands
-        ):
+        whole = [o.factor * math.sqrt(taken.get(o.role, 0)) for o in operands]
+        if len(operands) != 3 or not all(abs(factor - 1) < MEASURED for factor in whole):
             return False
         if departure.stage == "scale":
             right = operands[0].factor * operands[1].factor / math.sqrt(departure.facts["width"])
@@ -161,13 +159,9 @@ class Evidence(Conventions):
         """How many features the projections of queries, keys, values and what is averaged take."""
         roles = {operand.role: operand.sources for operand in self.judgement.first_operands}
         own = [s for s in self._names.sources.values() if set(s.parents) & {*self.judgement.attention.context_sources}]
-        made = {
-            role: contraction_of(s.operation)
-            for role, x in {**roles, "output": own}.items()
-            for s in x[:1]
-            if s.operation
-        }
-        return {role: contraction.left.size(-1) for role, contraction in made.items() if contraction is not None}
+        made = {role: sources[0].operation for role, sources in {**roles, "output": own}.items() if sources}
+        read = {role: contraction_of(operation) for role, operation in made.items() if operation is not None}
+        return {role: contraction.left.size(-1) for role, contraction in read.items() if contraction is not None}
 
     def _of_part(self, departure: Departure, operation: Operation) -> str:
         """What a parameter or a part of the module's own does to values or to what is averaged."""
@@ -196,7 +190,7 @@ class Evidence(Conventions):
         graph = self.judgement.attention.run.graph
         for slot, bits in self._names.beside(operation):
             held = self.recorder.named(bits)
-            made = graph.ancestors(slot, operation.index, lambda maker: maker.inputs)
+            made = graph.ancestors(slot, operation.index)
             names = [name for one in made for name in (one.place, *(function for _, _, function in one.frames))]
             called = filter(POSITIONAL.search, [*(name.removeprefix("buffer:") for name in held), *names])
             if all(name.startswith("buffer:") for name in held) and (found := next(called, "")):
@@ -275,7 +269,7 @@ class Evidence(Conventions):
         if operation.name != "tanh":
             return ""
         graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
-        before = graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)
+        before = graph.ancestors(operation.inputs[0], operation.index)
         joined = (self._names.before[one.index] for one in before if one.name in JOINS)
         sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
         return OF_LUONG if any(any(side) and not all(side) for side in sides) else ""
@@ -388,9 +382,8 @@ class Evidence(Conventions):
     def _takes_tables(self, operand: Operand) -> bool:
         """Whether the tables of a rotation are handed over, so that another's code makes their scale."""
         steps = (operation for operation, _, _ in operand.steps(self.judgement.attention.run))
-        sides = (
-            self.recorder.named(bits) for operation in steps if operation.name == "mul" for bits in operation.origins
-        )
+        origins = (bits for operation in steps if operation.name == "mul" for bits in operation.origins)
+        sides = map(self.recorder.named, origins)
         return any(names and all(name.startswith("arg:") for name in names) for names in sides)
 
     def _own_scale(self, operand: Operand) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.channels import Exchange, Key, by_features, exchanged, features_of_rows, key_of
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
+    SPAN,
     UNKNOWN,
     Contraction,
     coded,
@@ -17,7 +18,6 @@ from equivalence_tests.checker.engine.codes import (
     known,
     place_or_first,
     retagged,
-    score_codes,
     source_of,
     sources_in,
     token_of,
@@ -43,11 +43,8 @@ class Meetings:
         self.codes: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
         self.data = {storage_of(tensor) for tensor in data}
-        self.weights = {
-            slot.key
-            for name, slot in zip(recorder.names, recorder.given, strict=False)
-            if name.startswith(("param:", "buffer:"))
-        }
+        given = zip(recorder.names, recorder.given, strict=False)
+        self.weights = {slot.key for name, slot in given if name.startswith(("param:", "buffer:"))}
         self.patched: dict[int, Tensor] = {}
         self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
         self.parameters, self.arguments = (
@@ -138,7 +135,7 @@ class Meetings:
             self.tokens += tokens.numel()
         feature = column[:, None, :] + parts[:, :, None] * (int(column.max()) + 1)
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
-        names = contraction.scattered(names) + float(FEATURES) * FEATURES
+        names = contraction.scattered(names) + SPAN
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
     def _numbered_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
@@ -271,7 +268,8 @@ class Meetings:
                 return None
             product.trouble = "one score is made of several tokens"
         slot = product.operation.outputs[0]
-        product.source = self._new("score", product.operation, slot, score_codes(1, tuple(slot.value.shape)))
+        by_place = torch.arange(slot.value.numel(), dtype=torch.float64).view(slot.value.shape) + SPAN
+        product.source = self._new("score", product.operation, slot, by_place)
         product.channels = len(product.right[0]) if self.found.is_exchanged(product.left) else 0
         self.found.products.append(product)
         return product.source.codes
@@ -296,7 +294,7 @@ class Meetings:
         if read is None:
             return None
         names, key = read
-        shaped = context.contraction.scattered(names) + float(FEATURES) * FEATURES
+        shaped = context.contraction.scattered(names) + SPAN
         if key not in self.contexts:
             self.contexts[key] = self._new("context", context.operation, context.operation.outputs[0], shaped)
         context.source = self.contexts[key]

@@ -108,19 +108,12 @@ class Identities:
     after: list[list[Tensor | None]] = field(default_factory=list)  # for each operation, the names of its outputs
 
     @cached_property
-    def graph(self) -> Graph:
-        """Who made and used what in the run."""
-        return Graph(self.operations)
-
-    @cached_property
     def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
         """What each operation gives that has names, with the sources that these come from."""
-        return [
-            (frozenset(sources_in(codes)), operation, codes, slot)
-            for operation, names in zip(self.operations, self.after, strict=True)
-            for slot, codes in zip(operation.outputs, names, strict=False)
-            if codes is not None and not codes.is_complex()
-        ]
+        pairs = zip(self.operations, self.after, strict=True)
+        given = ((op, *pair) for op, names in pairs for pair in zip(op.outputs, names, strict=False))
+        real = ((op, slot, codes) for op, slot, codes in given if codes is not None and not codes.is_complex())
+        return [(frozenset(sources_in(codes)), op, codes, slot) for op, slot, codes in real]
 
     def carrying(
         self, numbers: Iterable[int], after: int = -1, before: int | None = None

@@ -178,11 +178,8 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
     if run is None:
         return []
     idle = torch.equal(*(next(tensors_in((one.output,))) for one in (run, situation.found.run)))
-    if (
-        idle
-        and not situation.found.patches
-        and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
-    ):
+    drops = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    if idle and drops and not situation.found.patches:
         report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
     if (overwritten := _overwritten(situation, run)) is not None:
         return [overwritten]
@@ -208,9 +205,8 @@ def _overwritten(situation: Situation, run: Run) -> Departure | None:
     needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", said)
     made = [op for op in run.operations if needed and op.name.replace("_", "") == needed[1].lower()]
     memory = {storage_of(slot.tensor): op.index for op in made for slot in op.outputs}
-    writes = [
-        op for op in run.operations if op.inplace and op.index > memory.get(storage_of(op.outputs[0].tensor), 1e9)
-    ]
+    inplace = ((op, memory.get(storage_of(op.outputs[0].tensor))) for op in run.operations if op.inplace)
+    writes = [op for op, index in inplace if index is not None and op.index > index]
     claim = f"In training, backward raises: {said.partition(':')[0]}."
     return Departure("gradients_fail", "dropout", writes[0] if writes else None, {"claim": claim})
 
@@ -220,7 +216,7 @@ def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
     weighing = [op for op, *_ in trained.names.carrying([number]) if op.name in WEIGHS]
     weighed = min((op.index for op in weighing), default=0)
     for operation, kept, count in _dropping(evaluated, trained, [number]):
-        made = (trained.graph.ancestors(op.inputs[0], op.index, lambda maker: maker.inputs) for op in weighing)
+        made = (trained.graph.ancestors(op.inputs[0], op.index) for op in weighing)
         if "dropout" in operation.name and any(operation in before for before in made):
             claim = f"In training, {count - len(kept)} of {count} scores became 0 here, before the softmax."
             return Departure("dropout_on_scores", "dropout", operation, {"claim": claim})

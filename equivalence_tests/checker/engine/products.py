@@ -66,14 +66,8 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
 
     shape = tuple(sizes[x] for x in given)
     out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
-    return Contraction(
-        laid(first, one, rows),
-        laid(second, two, columns),
-        out.reshape(count[0], count[1], count[2]),
-        (0, 1),
-        shape,
-        apart,
-    )
+    left, right = laid(first, one, rows), laid(second, two, columns)
+    return Contraction(left, right, out.reshape(count[:3]), (0, 1), shape, apart)
 
 
 def _repeated(places: Tensor, letters: str, order: list[str], sizes: dict[str, int]) -> Tensor:
