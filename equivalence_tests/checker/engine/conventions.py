@@ -193,13 +193,10 @@ class Conventions:
         return next((f"{name} says ({x:g})" for name, x in found), "")
 
     def _holders(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        for child in self.modules:
-            for value in vars(child).values():
-                holder = not isinstance(value, nn.Module | Tensor | str | int | float | dict | list | tuple | set)
-                if holder and hasattr(value, "__dict__") and not callable(value):
-                    found[id(value)] = value
-        return list(found.values())
+        """The configurations that the modules hold, each once."""
+        values = (x for child in self.modules for x in vars(child).values() if hasattr(x, "__dict__"))
+        others = (nn.Module, Tensor, str, int, float, dict, list, tuple, set)
+        return list({id(x): x for x in values if not isinstance(x, others) and not callable(x)}.values())
 
     def _norms_before(self, operand: Operand) -> list[Source]:
         """What norms of tokens made of an operand, after its projection."""

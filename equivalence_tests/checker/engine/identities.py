@@ -5,7 +5,7 @@ activations is read as scores or averages by the names of its operands.
 Nothing is inferred from the names of variables, modules or axes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,23 +38,17 @@ ROUNDS = 4  # queries and keys of channels, their values, learnt queries, and al
 
 
 def identify(
-    recorder: Recorder,
-    seeds: Mapping[int, Tensor] | None = None,
-    data: Iterable[Tensor] = (),
-    patched: Mapping[int, Tensor] | None = None,
+    recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor], patched: Mapping[int, Tensor]
 ) -> Identities:
     """Name the elements of a recorded run, with its products, averages (contexts) and sources of names.
 
-    Args:
-        recorder: Holds the run.
-        seeds: Names that are known from outside, by the id of the tensor.
-        data: Tensors that hold the data of the call, in contrast to weights, masks and positions.
-        patched: The names of what patched operations give, by index.
+    ``seeds`` are names by the id of the tensor, ``patched`` those of what patched operations give, by index; ``data``
+    are tensors that hold the data of the call, in contrast to weights, masks and positions.
     """
-    data, learnt, exchanges = list(data), frozenset[int](), dict[Key, Exchange]()
+    learnt, exchanges = frozenset[int](), dict[Key, Exchange]()
     for _ in range(ROUNDS):
-        follower = _Follower(recorder, dict(seeds or {}), data, exchanges)
-        follower.patched, follower.learnt = dict(patched or {}), learnt
+        follower = _Follower(recorder, seeds, data, exchanges)
+        follower.patched, follower.learnt = patched, learnt
         for operation in recorder.operations:
             follower.follow(operation)
         before = learnt, exchanges

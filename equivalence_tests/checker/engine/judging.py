@@ -108,17 +108,15 @@ def _judge_operands(found: Judgement, part: Part) -> list[Operand]:
 
 def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
     operands = _judge_operands(found, part)
-    for context in part.contexts[:1]:
-        model = read_weights(found.attention.run, part, context)
-        found.models.append(model)
-        factor = model.factor * operands[0].factor * operands[1].factor
-        if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
-            part.product.width = part.product.channels
-        found.departures += Scores(found.attention, part, operands, model, expected).departures()
-        live = model.live
-        pattern = causal_pattern(part, model.hidden | model.replaced, live)
-        pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
-        found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, pattern))
+    model = read_weights(found.attention.run, part, part.contexts[0])
+    found.models.append(model)
+    factor = model.factor * operands[0].factor * operands[1].factor
+    if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
+        part.product.width = part.product.channels
+    found.departures += Scores(found.attention, part, operands, model, expected).departures()
+    pattern = causal_pattern(part, model.hidden | model.replaced, model.live)
+    pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
+    found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, pattern))
 
 
 def _once(departures: list[Departure]) -> list[Departure]:

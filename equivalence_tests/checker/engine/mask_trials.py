@@ -236,9 +236,8 @@ class _Masks:
 
     def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
-        torchs = f"{theirs}: True = may not look, or added"
-        if form.pattern == "queries":
-            torchs = "none: what comes out for padding is nobody's"
+        nobodys = "none: what comes out for padding is nobody's" if form.pattern == "queries" else ""
+        torchs = nobodys or f"{theirs}: True = may not look, or added"
         self.report.conventions.append((f"mask ({self.parameter})", str(form), torchs))
 
     def nearest(self) -> list[Departure]:

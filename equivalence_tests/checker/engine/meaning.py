@@ -300,12 +300,10 @@ class Evidence(Conventions):
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
         operands = (o for o in self.judgement.first_operands[:2] if o.role == departure.facts["what"])
-        for step in (step for operand in operands for step in operand.steps(self.judgement.attention.run)):
-            own = [name for bits in step[0].origins for name in self.recorder.named(bits)]
-            held = any(name.startswith(("buffer:", "param:")) for name in own)
-            if held and step[0].name in MULTIPLIES and self._in_a_part(step):
-                return True
-        return False
+        steps = (step for operand in operands for step in operand.steps(self.judgement.attention.run))
+        inside = (step[0] for step in steps if step[0].name in MULTIPLIES and self._in_a_part(step))
+        names = (name for one in inside for bits in one.origins for name in self.recorder.named(bits))
+        return any(name.startswith(("buffer:", "param:")) for name in names)
 
     def _of_scale(self, departure: Departure) -> str:
         own = departure.name == "scale_wrong" and not departure.facts["of_a_size"]

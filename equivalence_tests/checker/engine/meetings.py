@@ -1,7 +1,7 @@
 """Names for what products, sums and pools give: where tokens meet a weight, one another, or weights meet values."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Meetings:
     """Names what products give: of tokens and a weight, of queries and keys, and of attention weights and values."""
 
     def __init__(
-        self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor], exchanges: dict[Key, Exchange]
+        self, recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor], exchanges: dict[Key, Exchange]
     ) -> None:
         self.found = Identities(recorder.operations)
         self.exchanges = exchanges  # where features attend to features
@@ -45,7 +45,7 @@ class Meetings:
         self.data = {storage_of(tensor) for tensor in data}
         given = zip(recorder.names, recorder.given, strict=False)
         self.weights = {slot.key for name, slot in given if name.startswith(("param:", "buffer:"))}
-        self.patched: dict[int, Tensor] = {}
+        self.patched: Mapping[int, Tensor] = {}
         self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
         self.parameters, self.arguments = (
             sum(1 << i for i, name in enumerate(recorder.names) if name.startswith(kind)) for kind in ("param:", "arg:")
@@ -334,11 +334,10 @@ class Meetings:
 
     def _weighed_with(self, product: Product) -> tuple[int, ...]:
         """The sources of all scores that share a softmax with this product's; empty where it has one to itself."""
-        number = product.source.number if product.source is not None else -1
         pairs = zip(self.found.operations, self.found.after, strict=False)  # as far as it is named
-        given = (after[0] for operation, after in pairs if operation.name in SOFTMAXES)
-        sets = (sources_in(codes) for codes in given if codes is not None and not codes.is_complex())
-        return next((tuple(numbers) for numbers in sets if number in numbers and len(numbers) > 1), ())
+        given = (sources_in(after[0]) for operation, after in pairs if operation.name in SOFTMAXES)
+        shared = (tuple(numbers) for numbers in given if len(numbers) > 1)
+        return next((numbers for numbers in shared if product.source and product.source.number in numbers), ())
 
     def _exchanged_back(self, product: Product, context: Context) -> Tensor:
         """Name the average of an attention over channels: the tokens of the values, and the features of the queries."""

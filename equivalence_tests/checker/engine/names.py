@@ -247,7 +247,7 @@ class Part:
     """A product of queries and keys with the products of its weights and values."""
 
     product: Product  # queries times keys
-    contexts: list[Context]  # weights times values
+    contexts: list[Context]  # weights times values; at least one
 
     @property
     def table(self) -> ScoreTable:
@@ -269,11 +269,9 @@ class Part:
     @property
     def sides(self) -> dict[str, tuple[Tensor, Operation]]:
         """Queries, keys and values by their roles: their names, and the product that takes them."""
-        product = self.product
+        product, context = self.product, self.contexts[0]
         sides = {"query": (product.left, product.operation), "key": (product.right, product.operation)}
-        if self.contexts:
-            sides["value"] = self.contexts[0].values, self.contexts[0].operation
-        return sides
+        return sides | {"value": (context.values, context.operation)}
 
     def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
         """List the operations from its product to the last one with values: names and numbers of what they give."""

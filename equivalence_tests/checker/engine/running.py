@@ -96,8 +96,8 @@ class Call:
             if id(x) not in replaced:
                 drawn = seed is not None and is_data(x)
                 leaf = (leaves or {}).get(id(x))
-                copied = _drawn(x, generator) if drawn else x.detach().clone()
-                replaced[id(x)] = copied if leaf is None else leaf * 1
+                copied = torch.randn(x.shape, generator=generator, dtype=torch.float64) if drawn else x.detach()
+                replaced[id(x)] = copied.to(x.dtype, copy=True) if leaf is None else leaf * 1
             return replaced[id(x)]
 
         args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_leaf)
@@ -198,10 +198,6 @@ def _copied(x: Any) -> Any:
         return x
     copied = ask(partial(copy.deepcopy, x))  # somebody's object may refuse
     return x if copied.error is not None else copied.value
-
-
-def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
 
 def is_data(x: Tensor) -> bool:

@@ -181,11 +181,9 @@ def _known_by_its_call(departure: Departure, situation: Situation) -> Departure:
     asks = departure.name == "scale_missing" and situation.plan.step
     if asks and Evidence(judgement, subject.module).may_be_luongs(subject.function):
         return replace(departure, evidence=OF_A_STATE)
-    heads = subject.sizes.num_heads
-    if heads < 2:
-        return departure
-    whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
-    unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
+    heads, facts = subject.sizes.num_heads, departure.facts
+    whole, width = len(judgement.attention.parts[0].table.heads) == 1, facts["width"] // heads
+    unsplit = heads > 1 and whole and width > 1 and abs(facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
 
 
@@ -250,9 +248,5 @@ def new_departures(known_ones: list[Departure], others: list[Departure]) -> list
     """Those of the others that are not known yet: another name, or the same in another line."""
     old = {(d.name, d.lines[:1]) for d in known_ones}
     lines = {d.lines[:1] for d in known_ones if d.lines}
-    fresh = []
-    for departure in others:
-        frames = departure.lines[:1]
-        if (departure.name, frames) not in old and not (frames in lines and departure.stage in ("scores", "operand")):
-            fresh.append(departure)
-    return fresh
+    fresh = (d for d in others if (d.name, d.lines[:1]) not in old)
+    return [d for d in fresh if d.lines[:1] not in lines or d.stage not in ("scores", "operand")]

@@ -7,6 +7,8 @@ copied only where an operation is about to write into them.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from string import ascii_letters
 from typing import Any
 
@@ -24,11 +26,7 @@ Patch = Callable[["Recorder", "Operation"], Tensor]
 MOST_BYTES = 2 << 30  # recording stops beyond
 
 
-class _Hole:
-    """Stands for a tensor among the arguments of a recorded operation."""
-
-
-HOLE = _Hole()
+HOLE = object()  # stands for a tensor among the arguments of a recorded operation
 
 
 @dataclass(eq=False)
@@ -150,13 +148,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", type(func).__name__)
-        if name == "__get__":
+        if is_getter := name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in GETTERS:
-                return func(*args, **kwargs)
-        elif name in ASKS:
-            return func(*args, **kwargs)
-        if self.overflowed:
+        asks = name not in GETTERS if is_getter else name in ASKS
+        if asks or self.overflowed:
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             return self._opened(func, args, kwargs)
@@ -202,9 +197,8 @@ class Recorder(TorchFunctionMode):
         result = _emptied(name, func(*args, **kwargs, **target))
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
-        origins = 0
-        for bits in operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ():
-            origins |= bits
+        passed_on = operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ()
+        origins = reduce(or_, passed_on, 0)
         for tensor in given:
             place = storage_of(tensor)
             self._origins[place] = self._origins.get(place, 0) | origins if inplace else origins
