@@ -37,7 +37,8 @@ class Conventions:
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module
         self.modules = list(module.modules()) if module is not None else []
-        self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
+        self.run = judgement.attention.run
+        self.recorder, self._names = self.run.recorder, self.run.names
 
     def conventions(self, departures: list[Departure]) -> Iterator[Departure]:
         """What torch's formula does not have, and nobody would call a mistake."""
@@ -57,10 +58,10 @@ class Conventions:
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
         rotated = [operand for operand in self.judgement.first_operands[:2] if operand.rotated]
         if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
-            steps = rotated[0].steps(self.judgement.attention.run)
+            steps = rotated[0].steps(self.run)
             place = next((operation for operation, _, _ in steps if operation.name == "mul"), None)
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
-            turns, base = turns_of(self.judgement.attention.run, rotated[0]), base_of(self.module)
+            turns, base = turns_of(self.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
             if _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated:
                 claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
@@ -71,7 +72,7 @@ class Conventions:
 
     def _numbers_beside(self, operand: Operand) -> set[float]:
         """The numbers in the files that rotate an operand."""
-        steps = operand.steps(self.judgement.attention.run)
+        steps = operand.steps(self.run)
         files = {path for operation, _, _ in steps for path, *_ in operation.frames if path.endswith(".py")}
         numbers = (getattr(node, "value", None) for path in files for node in nodes_in(path))
         return {float(x) for x in numbers if isinstance(x, int | float)}
@@ -181,7 +182,7 @@ class Conventions:
 
     def _strange(self, slot: Slot, before: Operation) -> Iterator[Operation]:
         """What is strange on the way of a bias: of what nothing learnt takes part in, only what puts it elsewhere."""
-        for operation in strange_operations(self.judgement.attention.run, slot, before.index):
+        for operation in strange_operations(self.run, slot, before.index):
             if operation.name in MOVES or any(map(self.recorder.parameters, operation.origins)):
                 yield operation
 
@@ -215,7 +216,7 @@ class Conventions:
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:
-            for operation, _, _ in list(part.steps(self.judgement.attention.run))[1:]:
+            for operation, _, _ in list(part.steps(self.run))[1:]:
                 yield operation, part
 
     def _beside_scores(self) -> Iterator[tuple[Operation, Slot, int, Part]]:

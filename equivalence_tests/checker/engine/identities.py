@@ -120,7 +120,6 @@ class _Follower(Meetings):
         elif taken and name not in CONTRACTIONS and all(slot.key in self.weights for slot in taken):
             self.weights |= {slot.key for slot in operation.outputs}
 
-    # ------------------------------------------------------------------------------------------ data that moves
     def _moved(self, operation: Operation) -> list[Tensor | None]:
         target, doubled = operation.inputs[0], any(slot.key in self.others for slot in operation.inputs)
         if operation.inplace:
@@ -189,7 +188,6 @@ class _Follower(Meetings):
         later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & known(other)
         return torch.where(later, other, flat).view(first.shape)
 
-    # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
         """Names of an output whose elements keep their places, as in arithmetic, a norm or a softmax."""
         shape = slot.value.shape

@@ -103,10 +103,7 @@ class Without(Recorder):
     """
 
     def __init__(
-        self,
-        named: Iterable[tuple[str, Tensor]] = (),
-        left_out: Collection[LeftOut] = (),
-        idle: Collection[Place] = (),
+        self, named: Iterable[tuple[str, Tensor]] = (), left_out: Collection[LeftOut] = (), idle: Collection[Place] = ()
     ) -> None:
         super().__init__(named)
         self.left_out: dict[Spot, list[LeftOut]] = {}

@@ -95,7 +95,7 @@ class Evidence(Conventions):
         if self.judgement.models and not any(model.has_choice for model in self.judgement.models):
             why = "no query had more than one key to choose from in this call"
             yield Exercise("scale, mask and softmax", False, why)
-        for name in waiting_parameters(self.judgement.attention.run, self.module):
+        for name in waiting_parameters(self.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
         if own is not None and not is_judged(own):
@@ -187,7 +187,7 @@ class Evidence(Conventions):
 
     def _positions_beside(self, operation: Operation) -> str:
         """What is called after positions and gives what is added without any input: a function, a part or a buffer."""
-        graph = self.judgement.attention.run.graph
+        graph = self.run.graph
         for slot, bits in self._names.beside(operation):
             held = self.recorder.named(bits)
             made = graph.ancestors(slot, operation.index)
@@ -229,7 +229,7 @@ class Evidence(Conventions):
             rest = functools.reduce(operator.or_, (*operation.origins[:place], *operation.origins[place + 1 :]), 0)
             names = [] if own else self.recorder.parameters(bits & ~rest) or self.recorder.parameters(bits)
             if names:
-                return names[-1], next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
+                return names[-1], next(strange_operations(self.run, slot, operation.index), None)
         return None
 
     def _own_parameters(self, operation: Operation) -> list[str]:
@@ -268,7 +268,7 @@ class Evidence(Conventions):
         """The tanh of what attends beside what asks; "" for any other operation."""
         if operation.name != "tanh":
             return ""
-        graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
+        graph, numbers = self.run.graph, {*self.judgement.attention.context_sources}
         before = graph.ancestors(operation.inputs[0], operation.index)
         joined = (self._names.before[one.index] for one in before if one.name in JOINS)
         sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
@@ -281,13 +281,13 @@ class Evidence(Conventions):
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
-        run = self.judgement.attention.run
+        run = self.run
         values = self.judgement.first_operands[2:]
         return any(value.change == "normed" and any(map(self._in_a_part, value.steps(run))) for value in values)
 
     def _scaled_outside(self, operand: Operand) -> Iterator[Operation]:
         """What multiplies all of an operand by one number, and runs in no module inside."""
-        for step in operand.steps(self.judgement.attention.run):
+        for step in operand.steps(self.run):
             taken, given = step[0].inputs[0].value, step[2]
             ratio = constant_ratio(given, taken, SINGLE) if taken.shape == given.shape else None
             if ratio is not None and abs(ratio - 1) > SINGLE and not self._in_a_part(step):
@@ -300,7 +300,7 @@ class Evidence(Conventions):
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
         operands = (o for o in self.judgement.first_operands[:2] if o.role == departure.facts["what"])
-        steps = (step for operand in operands for step in operand.steps(self.judgement.attention.run))
+        steps = (step for operand in operands for step in operand.steps(self.run))
         inside = (step[0] for step in steps if step[0].name in MULTIPLIES and self._in_a_part(step))
         names = (name for one in inside for bits in one.origins for name in self.recorder.named(bits))
         return any(name.startswith(("buffer:", "param:")) for name in names)
@@ -314,7 +314,7 @@ class Evidence(Conventions):
         for operands in self.judgement.operands:
             if self._needs_no_scale(departure, operands[:2]):
                 return "queries and keys are normalised, with gains that are learnt"
-            for before in (earlier(self.judgement.attention.run, operand, ("gain",)) for operand in operands[:2]):
+            for before in (earlier(self.run, operand, ("gain",)) for operand in operands[:2]):
                 if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
             if own and (both := self._sharpened(departure, operands[:2])):
@@ -379,7 +379,7 @@ class Evidence(Conventions):
 
     def _takes_tables(self, operand: Operand) -> bool:
         """Whether the tables of a rotation are handed over, so that another's code makes their scale."""
-        steps = (operation for operation, _, _ in operand.steps(self.judgement.attention.run))
+        steps = (operation for operation, _, _ in operand.steps(self.run))
         origins = (bits for operation in steps if operation.name == "mul" for bits in operation.origins)
         sides = map(self.recorder.named, origins)
         return any(names and all(name.startswith("arg:") for name in names) for names in sides)
@@ -387,7 +387,7 @@ class Evidence(Conventions):
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""
         scale = operand.factor
-        for operation, _, value in operand.steps(self.judgement.attention.run):
+        for operation, _, value in operand.steps(self.run):
             if operation.inputs[0].value.shape == value.shape:
                 scale /= constant_ratio(value, operation.inputs[0].value, SINGLE) or 1.0
         return scale

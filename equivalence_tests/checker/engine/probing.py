@@ -190,24 +190,22 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
 
 def _overwritten(situation: Situation, run: Run) -> Departure | None:
     """What writes over a tensor that gradients need, where the call runs and they cannot be computed."""
-    trial, module, said = situation.trial, situation.subject.module, ""
+    trial, module = situation.trial, situation.subject.module
     assert module is not None  # it is in training
+    learnt = list(module.parameters())
     module.train()
-    try:
-        with torch.enable_grad():
-            torch.autograd.grad(trial.output(trial.inputs()).sum(), list(module.parameters()), allow_unused=True)
-    except RuntimeError as error:
-        said = str(error)
-    finally:
-        module.eval()
-    if "modified by an inplace operation" not in said:
+    with torch.enable_grad():
+        answer = ask(lambda: torch.autograd.grad(trial.output(trial.inputs()).sum(), learnt, allow_unused=True))
+    module.eval()
+    raised = str(answer.error)
+    if "modified by an inplace operation" not in raised:
         return None
-    needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", said)
+    needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", raised)
     made = [op for op in run.operations if needed and op.name.replace("_", "") == needed[1].lower()]
     memory = {storage_of(slot.tensor): op.index for op in made for slot in op.outputs}
     inplace = ((op, memory.get(storage_of(op.outputs[0].tensor))) for op in run.operations if op.inplace)
     writes = [op for op, index in inplace if index is not None and op.index > index]
-    claim = f"In training, backward raises: {said.partition(':')[0]}."
+    claim = f"In training, backward raises: {raised.partition(':')[0]}."
     return Departure("gradients_fail", "dropout", writes[0] if writes else None, {"claim": claim})
 
 

@@ -15,7 +15,7 @@ def contraction_of(operation: Operation) -> Contraction | None:
     name = operation.name
     if len(operation.inputs) < 2:
         return None
-    first, second = (_places(slot.value) for slot in operation.inputs[:2])
+    first, second = (torch.arange(x.value.numel()).view(x.value.shape) for x in operation.inputs[:2])
     if name in ("matmul", "bmm", "mm", "mv", "dot"):
         return _matmul(first, second)
     if name == "linear":
@@ -26,10 +26,6 @@ def contraction_of(operation: Operation) -> Contraction | None:
         return _einsum("bd...,jd->bj...", first, second.flatten(1)) if whole and kept else None
     equation = operation.argument(0, "equation") if name == "einsum" and len(operation.inputs) == 2 else None
     return _einsum(equation, first, second) if isinstance(equation, str) else None
-
-
-def _places(x: Tensor) -> Tensor:
-    return torch.arange(x.numel()).view(x.shape)
 
 
 def _matmul(first: Tensor, second: Tensor) -> Contraction | None:

@@ -172,15 +172,13 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.enter(path, args, kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        recorder.leave(output)
-
     with ExitStack() as stack:
         for path, child in module.named_modules() if module is not None else ():
             if not isinstance(child, torch.jit.ScriptModule):
                 hook = partial(enter, path)
                 stack.enter_context(child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-                stack.enter_context(child.register_forward_hook(leave, always_call=True))
+                leave = child.register_forward_hook(lambda _, __, output: recorder.leave(output), always_call=True)
+                stack.enter_context(leave)
         stack.enter_context(called_by_hooks(module) if module is not None else nullcontext())
         yield
 
