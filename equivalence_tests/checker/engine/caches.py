@@ -75,7 +75,9 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     names = [name for name in cache_arguments(trial.function) if name not in given]
     if not names or unread_arguments(trial.function).issuperset(names):
         return [Exercise(name, True, NEVER_READ) for name in names], []
-    if not _attends_to_itself(trial) or trial.plan.positional:
+    roles = trial.plan.given
+    apart = "query" in roles and ("memory" in roles or {"key", "value"} <= roles)
+    if not (trial.plan.self_attention or apart) or trial.plan.positional:
         return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
     for causal in [*_causal_ways(trial)] or [_sees_all]:
@@ -95,12 +97,6 @@ def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
     for name, value in vars(trial.function).items() if isinstance(trial.function, nn.Module) else ():
         if type(value) is int and value > TOKENS and "cache" in name.lower():
             yield Exercise(f"a cache of more than {name} = {value} tokens", False, f"{TOKENS} tokens were decoded")
-
-
-def _attends_to_itself(trial: Trial) -> bool:
-    """Whether it can attend to its own input: with one argument, with one each for q, k and v, or with a memory."""
-    given = trial.plan.given
-    return trial.plan.self_attention or ("query" in given and ("memory" in given or {"key", "value"} <= given))
 
 
 def _causal_ways(trial: Trial) -> Iterator[Hiding]:

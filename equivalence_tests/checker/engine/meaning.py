@@ -281,9 +281,8 @@ class Evidence(Conventions):
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
-        run = self.run
-        values = self.judgement.first_operands[2:]
-        return any(value.change == "normed" and any(map(self._in_a_part, value.steps(run))) for value in values)
+        normed = (value for value in self.judgement.first_operands[2:] if value.change == "normed")
+        return any(self._in_a_part(step) for value in normed for step in value.steps(self.run))
 
     def _scaled_outside(self, operand: Operand) -> Iterator[Operation]:
         """What multiplies all of an operand by one number, and runs in no module inside."""

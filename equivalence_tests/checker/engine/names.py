@@ -183,13 +183,8 @@ class ScoreTable:
         self.token_of_row, self.head_of_row = pairs % most, pairs // most
         self.row, self.query, self.head = (flat(x[:, :, None]) for x in (row, query, head))
         self.key, self.key_head = (flat(x[:, None, :]) for x in (key, key_head))
-        self.rank_query, self.rank_key = flat(_ranks_within(head)[:, :, None]), flat(torch.arange(shape[-1]))
-
-
-def _ranks_within(head: Tensor) -> Tensor:
-    """(n, i): how many rows of the same head stand before, in the same slice."""
-    same = head[:, :, None] == head[:, None, :]
-    return same.tril(-1).sum(-1)
+        same = head[:, :, None] == head[:, None, :]  # rows of one slice, (n, i, i)
+        self.rank_query, self.rank_key = flat(same.tril(-1).sum(-1)[:, :, None]), flat(torch.arange(shape[-1]))
 
 
 def _places_of_heads(sets: Tensor, head: Tensor) -> Tensor:
