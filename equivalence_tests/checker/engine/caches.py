@@ -37,9 +37,7 @@ NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tens
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
-SWITCHES = re.compile(
-    r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
-)
+SWITCHES = re.compile(r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.I)
 
 
 class _Protocol(NamedTuple):
@@ -180,17 +178,14 @@ def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], A
 
 @dataclass
 class _Decoder:
-    """Decodes tokens of shape (batch, tokens, features), with and without a cache.
-
-    It ``joins`` what comes back to what was kept, once that is of the new tokens alone.
-    """
+    """Decodes tokens of shape (batch, tokens, features), with and without a cache."""
 
     trial: Trial
     protocol: _Protocol
     names: list[str]  # all arguments that serve the cache
     hiding: Hiding
     tokens: Tensor
-    joins: bool = False
+    joins: bool = False  # whether what came back was of the new tokens alone, and was joined to what was kept
 
     def whole(self, length: int) -> Tensor:
         """Give the outputs of the first tokens, in one pass."""
@@ -198,10 +193,7 @@ class _Decoder:
         return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
     def last_of_each(self, length: int) -> Tensor:
-        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it.
-
-        A second attention is refused: in a pass it reads what the first made of all tokens.
-        """
+        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it."""
         with Recorder() as run:
             self.whole(length)
         if sum(one.name == "softmax" for one in run.operations) > 1:

@@ -274,11 +274,7 @@ def numbers_of(holder: Any) -> Iterator[tuple[str, float]]:
 
 
 def _made_from(name: str) -> str:
-    """Say what a tensor with a name is.
-
-    >>> _made_from("arg:attention_mask")
-    'it is made from the argument attention_mask'
-    """
+    """Say what is made from a tensor with a name such as "arg:attention_mask"."""
     kind, _, own = name.partition(":")
     return f"it is made from the {KINDS[kind]} {own}"
 

@@ -307,10 +307,10 @@ class Meetings:
         """Name the average: the query's token, and the feature of the value, counted on from head to head."""
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
-        product = found[0] if len(found) == 1 else None
         columns = features_of_rows(unified(context.values))  # none where one column holds several features
-        if product is None or columns is None:
+        if len(found) != 1 or columns is None:
             return None
+        product = found[0]
         if self._sums_over_rows(product, context):
             product.turn()
         table, weights = product.table, context.weights

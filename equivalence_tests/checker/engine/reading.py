@@ -61,11 +61,7 @@ def laid_out(plan: CallPlan) -> str:
 
 
 def in_words(layout: str) -> str:
-    """Name the axes of a layout.
-
-    >>> in_words("b h l d")
-    '(batch, heads, len, head_dim)'
-    """
+    """Name the axes of a layout such as "b h l d"."""
     return OF_IMAGES.get(layout) or f"({', '.join(AXES[axis] for axis in layout.split())})"
 
 

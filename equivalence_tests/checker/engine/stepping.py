@@ -22,10 +22,7 @@ class Against:
     total: int  # how many the whole run is over
 
     def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """List the operations of a step, but for those known, that depart where nothing that they take does.
-
-        With each goes what it should give.
-        """
+        """List what departs in a step, unless it is known or takes what departs, with what it should give."""
         graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
         lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
         for operation in self.whole.operations:
