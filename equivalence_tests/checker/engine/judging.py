@@ -45,7 +45,8 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
         return
-    found.departures += list(_of_context(found, expected))
+    averaged = list(_of_context(found, expected))  # which may explain what was found before
+    found.departures += averaged
     # Where the values are weighed by exponentials and divided by their sum later, no weights can be compared.
     divided_later = any(model.kind == "softmax" and not model.axis for model in found.models)
     if divided_later and not any(tile_departures(attention, found.operands, expected)):
