@@ -36,6 +36,7 @@ KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
+Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
 SWITCHES = re.compile(r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.I)
 
@@ -204,9 +205,7 @@ class _Decoder:
         """Give the output of each of the first tokens in a pass of its own."""
         return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
 
-    def steps(
-        self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None
-    ) -> Iterator[tuple[Tensor, Recorder]]:
+    def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
 
         In the last step the values that are ``right`` take the place of what operations give, by their index.
@@ -297,7 +296,7 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
     against, right = Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
-    def step(right: Mapping[int, Tensor]) -> tuple[Tensor, Recorder]:
+    def step(right: Mapping[int, Tensor]) -> Step:
         return [*decoder.steps(lengths, right)][-1]
 
     for _ in range(ROUNDS):

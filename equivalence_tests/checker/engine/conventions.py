@@ -46,7 +46,7 @@ class Conventions:
         yield from self._rotations(departures)
         yield from self._norms(departures)
         own = self.own_mask()
-        if own is not None and is_judged(own) and "mask" not in wrong:
+        if own is not None and self.is_judged(own) and "mask" not in wrong:
             yield own
         for model in self.judgement.models[:1]:
             if model.cap:
@@ -106,6 +106,10 @@ class Conventions:
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None
+
+    def is_judged(self, own: Departure) -> bool:
+        """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
+        return bool(own.evidence) or own.name == LAST
 
     def _hiding(self) -> tuple[Operation | None, list[str]]:
         """The first operation that scores meet something else in, and what that is made from."""
@@ -235,11 +239,6 @@ class Conventions:
         """Whether the module that holds the attention, or one around it, may be given a mask."""
         around = modules_around(self.module, self.judgement.attention.first.place)
         return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
-
-
-def is_judged(own: Departure) -> bool:
-    """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
-    return bool(own.evidence) or own.name == LAST
 
 
 def is_window_without_last(part: Part, hidden: Tensor, live: Tensor) -> bool:

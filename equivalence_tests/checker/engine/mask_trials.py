@@ -18,13 +18,7 @@ from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.situations import (
-    Situation,
-    call_of,
-    new_departures,
-    shifts_scores,
-    situation_of,
-)
+from equivalence_tests.checker.engine.situations import Situation, call_of, new_departures, shifts_scores, situation_of
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES

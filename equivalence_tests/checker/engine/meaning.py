@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.operands import earlier
-from equivalence_tests.checker.engine.conventions import (
-    CAP,
-    Conventions,
-    Names,
-    is_judged,
-    is_of,
-    modules_around,
-    numbers_of,
-)
+from equivalence_tests.checker.engine.conventions import CAP, Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio, near
@@ -98,7 +90,7 @@ class Evidence(Conventions):
         for name in waiting_parameters(self.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
-        if own is not None and not is_judged(own):
+        if own is not None and not self.is_judged(own):
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
 

@@ -1,7 +1,7 @@
 """Compare a step of decoding, line by line, with a run over all tokens."""
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.same import TABLE, near
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import Frames
+
+Lines = dict[tuple[str, Frames], list[Tensor]]  # what the same function gave in the same line, one after another
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Against:
     def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
         """List what departs in a step, unless it is known or takes what departs, with what it should give."""
         graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
-        lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
+        lines: Lines = defaultdict(list)
         for operation in self.whole.operations:
             lines[operation.name, operation.frames] += [slot.value for slot in operation.outputs[:1]]
         for operation in run.operations:
@@ -38,11 +40,7 @@ class Against:
                     yield operation.index, wanted[0]
 
     def _wanted(
-        self,
-        operation: Operation,
-        lines: Mapping[tuple[str, Frames], list[Tensor]],
-        passed: dict[int, Tensor],
-        before: Collection[int],
+        self, operation: Operation, lines: Lines, passed: dict[int, Tensor], before: Collection[int]
     ) -> list[Tensor]:
         """List what an operation may have to give: what the same line gave in one pass, or else what it takes."""
         if not operation.frames or len(operation.outputs) != 1:
