@@ -106,12 +106,10 @@ def _causal_ways(trial: Trial) -> Iterator[Hiding]:
         may = torch.ones(stop, stop).tril().bool()[start:].expand(sizes.batch, -1, -1)
         return {mask: form.build(may, sizes.num_heads, trial.dtype)}
 
-    def given(extra: dict[str, Any], *_: int) -> dict[str, Any]:
-        return extra
-
-    alone = [partial(given, {}), *(partial(given, {name: True}) for name in trial.causal_switches)]
-    forms = [form for form in mask_forms() if mask and form.pattern in ("shared", "full")]
-    for way in (*alone, *(partial(masked, form) for form in forms)):
+    switches: list[dict[str, Any]] = [{}, *({name: True} for name in trial.causal_switches)]
+    ways: list[Hiding] = [lambda *_, given=given: given for given in switches]
+    ways += [partial(masked, form) for form in mask_forms() if mask and form.pattern in ("shared", "full")]
+    for way in ways:
         if ask(partial(_hides_the_future, trial, way)).value:  # its mask may not take this form
             yield way
 

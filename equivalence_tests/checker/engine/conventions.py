@@ -136,8 +136,7 @@ class Conventions:
 
     def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name == "tanh"), None)
-        setting = self._setting(model.cap, CAP.search, own=True)
-        evidence = f"the cap is what {setting}" if setting else ""
+        evidence = self.limit_named("cap", model.cap)
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
@@ -229,6 +228,11 @@ class Conventions:
         for operation, part in self._between():
             pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
             yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not is_of(x, own))
+
+    def limit_named(self, what: str, limit: float) -> str:
+        """Say which setting is the limit of the scores; "" if none is."""
+        setting = self._setting(limit, CAP.search, own=True)
+        return f"the {what} is what {setting}" if setting else ""
 
     def width_named(self, widths: Iterable[float]) -> str:
         """Say which setting is as wide as what is seen; "" if none is."""

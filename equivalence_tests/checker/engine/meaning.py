@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.operands import earlier
-from equivalence_tests.checker.engine.conventions import CAP, Conventions, Names, is_of, modules_around, numbers_of
+from equivalence_tests.checker.engine.conventions import Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio, near
@@ -101,7 +101,8 @@ class Evidence(Conventions):
         if departure.stage == "scale":
             return self._of_scale(departure)
         if departure.name == "changed_by_clamp" and departure.stage == "scores" and departure.operation is not None:
-            return self._bounded(departure.operation)
+            bound = departure.operation.argument(2, "max")
+            return self.limit_named("bound", bound) if isinstance(bound, int | float) else ""
         if departure.operation is not None and not self._is_of_this_run(departure.operation):
             return ""
         if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
@@ -112,12 +113,6 @@ class Evidence(Conventions):
         if departure.name == "attention_sink":
             return f"the parameter {self._learnt_shares()[0]} takes a share of every row"
         return "a part of its own normalises each value" if departure.name == "values_normalised" else ""
-
-    def _bounded(self, operation: Operation) -> str:
-        """The setting that is the bound of a clamp."""
-        bound = operation.argument(2, "max")
-        setting = self._setting(bound, CAP.search, own=True) if isinstance(bound, int | float) else ""
-        return f"the bound is what {setting}" if setting else ""
 
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""

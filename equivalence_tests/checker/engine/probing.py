@@ -227,12 +227,9 @@ def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
 
 def _is_scaled_later(run: Run, number: int, before: Operation) -> bool:
     """Whether one number multiplies all weights after an operation."""
-    for operation, _, after in run.names.carrying([number], before.index):
-        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
-        ratio = constant_ratio(after, next(taken, after))
-        if operation.name in MULTIPLIES and ratio is not None and abs(ratio - 1) > MEASURED:
-            return True
-    return False
+    steps = (one for one in _changes(run, [number], before.index) if one[0].name in MULTIPLIES)
+    ratios = (constant_ratio(given, taken) for _, taken, given in steps)
+    return any(ratio is not None and abs(ratio - 1) > MEASURED for ratio in ratios)
 
 
 def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Iterator[Departure]:
@@ -259,10 +256,15 @@ def _dropping(evaluated: Run, trained: Run, numbers: Collection[int]) -> Iterato
     yield from (one for one in _zeroing(trained, numbers) if one[0].frames not in hidden)
 
 
+def _changes(run: Run, numbers: Collection[int], after: int = -1) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+    """List what happens to elements of these sources: each operation, with the numbers that it takes and gives."""
+    for operation, _, given in run.names.carrying(numbers, after):
+        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == given.shape)
+        yield operation, next(taken, given), given
+
+
 def _zeroing(run: Run, numbers: Collection[int]) -> Iterator[tuple[Operation, Tensor, int]]:
-    for operation, _, after in run.names.carrying(numbers):
-        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
-        before = next(taken, after)
+    for operation, before, after in _changes(run, numbers):
         if operation.name not in CONTRACTIONS and bool(((after == 0) & (before != 0)).any()):
             yield operation, after[after != 0] / before[after != 0], after.numel()
 
