@@ -28,7 +28,7 @@ from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import ask, attempt, switch_off
+from equivalence_tests.checker.reach.state import ask, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of, source_of
@@ -74,8 +74,7 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
         found = masks.read(replace(form, held=True) for form in mask_forms())
     sizes, takes_all = situation.trial.sizes, any(form.pattern == "full" for form in masks.taken)
     if found is None and not takes_all and sizes.query_len != sizes.key_len:  # it may take no other masks
-        trial = replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len))
-        even = attempt(partial(situation_of, situation.subject, trial))
+        even = situation.of_length(sizes.query_len)
         if even is not None and not even.blocked:
             return masked_departures(even, report)
     found = masks.nearest() if found is None else found

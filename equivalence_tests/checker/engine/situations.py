@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from equivalence_tests.checker.reach.arguments import ROLES, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import source_of
@@ -87,6 +89,12 @@ class Situation:
     def blocked(self) -> bool:
         """Whether something keeps the later stages from being read."""
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
+
+    def of_length(self, length: int) -> "Situation | None":
+        """The same with so many queries and keys; None where it cannot be called so."""
+        sizes = replace(self.trial.sizes, query_len=length, key_len=length)
+        found = attempt(partial(situation_of, self.subject, replace(self.trial, sizes=sizes)))
+        return found and replace(found, understood=self.understood, other_masks=self.other_masks)
 
 
 def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
