@@ -113,15 +113,12 @@ def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
 
 def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
     """The way to call it with the fewest departures, or the first, if the names say what the arguments mean."""
-    best: Situation | None = None
+    found = list[Situation]()
     for trial in _alternatives(trials) if trials[0].plan.named and subject.module is not None else trials[:6]:
-        situation = situation_of(subject, trial)
-        if best is None or _rank(situation) < _rank(best):
-            best = situation
-        if not any(_rank(situation)):
+        found.append(situation_of(subject, trial))
+        if not any(_rank(found[-1])):
             break
-    assert best is not None  # there is a plan
-    return best
+    return min(found, key=_rank)
 
 
 def _alternatives(trials: list[Trial]) -> list[Trial]:
