@@ -2,5 +2,4 @@
 
 ``watching`` records, ``identities`` numbers, ``contracts`` judge the stages;
 ``names`` and ``judgement`` hold what these find. ``intervening`` puts the right values in, ``naming`` says what it is.
-``calls`` is the door to one recorded call, ``subjects`` to a class that is built and called.
 """

@@ -10,21 +10,15 @@ IT_IS = "It is additive attention"
 
 
 def additive(run: Run, is_read: bool) -> str:
-    """Say which line adds what queries give to what keys give, where no product of both makes the scores.
+    """Say which line adds what queries give to what keys give; "" where nothing does, or a product makes the scores.
 
-    scores = w · f(query + key), as in Bahdanau et al. 2015 and in graph attention (Veličković et al. 2018)
-
-    Args:
-        run: One run of the code.
-        is_read: Whether it was read as an attention all the same: then each query has to meet several keys there.
-
-    Returns:
-        A sentence; "" where the scores are products, or nothing is added.
+    scores = w · f(query + key), as in Bahdanau et al. 2015 and in graph attention (Veličković et al. 2018). What
+    ``is_read`` as an attention all the same is additive only if each query meets several keys there.
     """
     weighs = next((op for op in run.recorder.operations if op.name in SOFTMAXES and op.frames), None)
     if weighs is None:
         return ""
-    before = [*run.graph.ancestors(weighs.inputs[0], weighs.index, lambda operation: operation.inputs)]
+    before = [*run.graph.ancestors(weighs.inputs[0], weighs.index)]
     if any(op.name in CONTRACTIONS and _of_two(run, op) for op in before):
         return ""
     added = [op for op in before if (op.name == "add" or _joins_features(op)) and op.frames and _of_two(run, op)]

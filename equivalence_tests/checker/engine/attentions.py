@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
+from equivalence_tests.checker.engine.names import Attention, Part, Run
 from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import MISTAKES
@@ -15,11 +15,11 @@ FEATURES_OF = words("elu relu softplus gelu silu selu celu")
 def attentions_of(run: Run) -> list[Attention]:
     """Find the attentions of a run, in the order in which they end.
 
-    Returns:
-        Products of activations that nothing weighs are left out, but where nothing weighs anywhere: then the softmax
-        was forgotten.
+    Products that nothing weighs are left out, unless nothing weighs anywhere: then the softmax was forgotten.
     """
-    parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
+    numbered = ((product, product.source.number) for product in run.names.products if product.source is not None)
+    made = ((product, [c for c in run.names.contexts if number in c.score_sources]) for product, number in numbered)
+    parts = [Part(product, contexts) for product, contexts in made if contexts]
     weighed = any(operation.name in WEIGHS for operation in run.operations)
     found: dict[int, Attention] = {}
     for part in parts:
@@ -38,11 +38,6 @@ def _only_scaled(run: Run, part: Part) -> bool:
     plain = all(step in scales or step in bends or step.name in MOVES | {"dropout"} for step in steps)
     linear = not bends and any(operation.name in FEATURES_OF for operation in run.operations)
     return plain and not linear and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
-
-
-def _part(run: Run, product: Product) -> Part:
-    number = product.source.number if product.source is not None else -1
-    return Part(product, [context for context in run.names.contexts if number in context.score_sources])
 
 
 def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:

@@ -36,29 +36,20 @@ KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
+Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
-SWITCHES = re.compile(
-    r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
-)
+SWITCHES = re.compile(r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.I)
 
 
 class _Protocol(NamedTuple):
-    """One way in which code may keep keys and values from step to step.
+    """One way in which code may keep keys and values from step to step."""
 
-    Args:
-        names: The argument that takes the cache, two of them for keys and values, separated by a blank, or "" for
-            none; and all arguments that serve it.
-        detail: The same in words.
-        first: Gives the cache of the first step.
-        fed_back: Which of the returned values the next step takes as the cache; None if it takes the same object.
-        prepares: The name of the method that makes the cache before the first step; "" for none.
-    """
-
-    names: tuple[str, ...]
-    detail: str
-    first: Callable[[], Any]
+    holders: tuple[str, ...]  # the arguments that take the cache: none, one, or one each for keys and values
+    detail: str  # the same in words
+    first: Callable[[], Any] = lambda: None  # gives the cache of the first step
+    # Which of the returned values the next step takes as the cache; None if it takes the same object.
     fed_back: int | slice | None = None
-    prepares: str = ""
+    prepares: str = ""  # the name of the method that makes the cache before the first step; "" for none
 
 
 def cache_arguments(function: Callable[..., Any]) -> list[str]:
@@ -83,12 +74,14 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     names = [name for name in cache_arguments(trial.function) if name not in given]
     if not names or unread_arguments(trial.function).issuperset(names):
         return [Exercise(name, True, NEVER_READ) for name in names], []
-    if not _attends_to_itself(trial) or trial.plan.positional:
+    roles = trial.plan.given
+    apart = "query" in roles and ("memory" in roles or {"key", "value"} <= roles)
+    if not (trial.plan.self_attention or apart) or trial.plan.positional:
         return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
     for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
-            answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
+            answer = ask(partial(_compared, _Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query)))
             if answer.value is not None:
                 refused, findings = answer.value
                 ran = [Exercise(name, True, protocol.detail) for name in names]
@@ -105,12 +98,6 @@ def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
             yield Exercise(f"a cache of more than {name} = {value} tokens", False, f"{TOKENS} tokens were decoded")
 
 
-def _attends_to_itself(trial: Trial) -> bool:
-    """Whether it can attend to its own input: with one argument, with one each for q, k and v, or with a memory."""
-    given = trial.plan.given
-    return trial.plan.self_attention or ("query" in given and ("memory" in given or {"key", "value"} <= given))
-
-
 def _causal_ways(trial: Trial) -> Iterator[Hiding]:
     """Find what hides the future in a pass over all tokens: the code itself, a switch, or a mask in some form."""
     mask, sizes = trial.plan.mask_parameter, trial.sizes
@@ -119,12 +106,10 @@ def _causal_ways(trial: Trial) -> Iterator[Hiding]:
         may = torch.ones(stop, stop).tril().bool()[start:].expand(sizes.batch, -1, -1)
         return {mask: form.build(may, sizes.num_heads, trial.dtype)}
 
-    def given(extra: dict[str, Any], *_: int) -> dict[str, Any]:
-        return extra
-
-    alone = [partial(given, {}), *(partial(given, {name: True}) for name in trial.causal_switches)]
-    forms = [form for form in mask_forms() if mask and form.pattern in ("shared", "full")]
-    for way in (*alone, *(partial(masked, form) for form in forms)):
+    switches: list[dict[str, Any]] = [{}, *({name: True} for name in trial.causal_switches)]
+    ways: list[Hiding] = [lambda *_, given=given: given for given in switches]
+    ways += [partial(masked, form) for form in mask_forms() if mask and form.pattern in ("shared", "full")]
+    for way in ways:
         if ask(partial(_hides_the_future, trial, way)).value:  # its mask may not take this form
             yield way
 
@@ -148,18 +133,18 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     if len(holders) == 2:
         detail = f"what comes back is handed to {' and '.join(holders)}"
-        yield _Protocol((" ".join(holders), *names), detail, lambda: (None, None), slice(1, 3))
+        yield _Protocol(tuple(holders), detail, lambda: (None, None), slice(1, 3))
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
             empty = partial(empty_state, trial.function, holder, trial.sizes, trial.sizes.batch)
             first = empty if (holder, "=state") in trial.plan.roles else lambda: None
-            yield _Protocol((holder, *names), f"what comes back is handed to {holder}", first, back)
+            yield _Protocol((holder,), f"what comes back is handed to {holder}", first, back)
         for detail, make in _objects(parameters[holder]):
-            yield _Protocol((holder, *names), f"{detail} is handed to {holder}", make)
-    yield _Protocol(("", *names), "the module keeps it", lambda: None)
+            yield _Protocol((holder,), f"{detail} is handed to {holder}", make)
+    yield _Protocol((), "the module keeps it")
     inside = trial.function.modules() if isinstance(trial.function, nn.Module) else ()
     for name in dict.fromkeys(name for module in inside for name in dir(type(module)) if PREPARES.search(name)):
-        yield _Protocol(("", *names), f"the module keeps it, made by {name}", lambda: None, prepares=name)
+        yield _Protocol((), f"the module keeps it, made by {name}", prepares=name)
 
 
 def _prepare(trial: Trial, name: str) -> None:
@@ -190,26 +175,16 @@ def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], A
     yield "a list", list
 
 
-class _Step(NamedTuple):
-    """The output of one step, as (batch, tokens, features) and as it was returned, and what ran in it."""
-
-    output: Tensor
-    returned: Tensor
-    run: Recorder
-
-
 @dataclass
 class _Decoder:
-    """Decodes tokens of shape (batch, tokens, features), with and without a cache.
-
-    It ``joins`` what comes back to what was kept, once that is of the new tokens alone.
-    """
+    """Decodes tokens of shape (batch, tokens, features), with and without a cache."""
 
     trial: Trial
     protocol: _Protocol
+    names: list[str]  # all arguments that serve the cache
     hiding: Hiding
     tokens: Tensor
-    joins: bool = False
+    joins: bool = False  # whether what came back was of the new tokens alone, and was joined to what was kept
 
     def whole(self, length: int) -> Tensor:
         """Give the outputs of the first tokens, in one pass."""
@@ -217,11 +192,7 @@ class _Decoder:
         return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
     def last_of_each(self, length: int) -> Tensor:
-        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it.
-
-        Raises:
-            CannotCheckError: If there is a second attention, which in a pass reads what the first made of all tokens.
-        """
+        """Give the output of each of the first tokens as the last of a pass, which has none to hide from it."""
         with Recorder() as run:
             self.whole(length)
         if sum(one.name == "softmax" for one in run.operations) > 1:
@@ -232,12 +203,10 @@ class _Decoder:
         """Give the output of each of the first tokens in a pass of its own."""
         return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
 
-    def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
+    def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
 
-        Args:
-            lengths: How many tokens each step is given.
-            right: The values to substitute for the outputs of operations of the last step, by their index.
+        In the last step the values that are ``right`` take the place of what operations give, by their index.
         """
         function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
         trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
@@ -247,7 +216,7 @@ class _Decoder:
         patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
         for length in lengths:
             stop, x = start + length, self.tokens[:, start : start + length]
-            extra = _extra(trial, protocol, start, length, handed) | self.hiding(start, stop)
+            extra = self._extra(start, length, handed) | self.hiding(start, stop)
             with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
                 returned = replace(trial, first=start).returned(Inputs(x, x, x), extra, changing=True)
             if protocol.fed_back is not None:
@@ -257,14 +226,27 @@ class _Decoder:
                 handed = tree_map(lambda old, x: torch.cat([old, x], -2), handed, new) if alone else new
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
-            if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
+            if not (_holds(handed) if protocol.holders else _sizes(function) != before):
                 raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
             apart = self.hiding is _sees_all and protocol.fed_back is not None
             if size <= earlier and ("memory" in trial.plan.given or apart):  # it may be kept as a whole
                 raise CannotCheckError("what is kept does not grow from step to step")
-            yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
+            yield trial.output_in(returned), recorder
             start = stop
+
+    def _extra(self, start: int, length: int, handed: Any) -> dict[str, Any]:
+        """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
+        parameters = {p.name: p for p in parameters_of(self.trial.function)}
+        holders = self.protocol.holders
+        given: dict[str, Any] = dict(zip(holders, handed if len(holders) > 1 else (handed,), strict=False))
+        for name in self.names:
+            if _is_switch(parameters[name]):
+                given[name] = True
+            elif POSITION.search(name):
+                many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
+                given[name] = torch.arange(start, start + length) if many else start
+        return given
 
 
 def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
@@ -273,7 +255,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
     whole = decoder.last_of_each(TOKENS) if apart else decoder.whole(TOKENS)
     for how, lengths in [*CHUNKS.items()][: 1 if apart else None]:
         done: list[Tensor] = []
-        error = ask(partial(done.extend, (step.output for step in decoder.steps(lengths)))).error
+        error = ask(partial(done.extend, (output for output, _ in decoder.steps(lengths)))).error
         if error is not None:  # in the step after those that are done
             if not done or decoder.protocol.fed_back is None or isinstance(error, CannotCheckError):
                 raise error
@@ -297,11 +279,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
 
 
 def _differing(have: Tensor, whole: Tensor, alone: Tensor | None) -> Tensor:
-    """Say of each token whether the steps differ from one pass.
-
-    Raises:
-        CannotCheckError: If the shapes differ, or each step gives what it would ``alone``.
-    """
+    """Say of each token whether the steps differ from one pass; refuse where each gives what it would ``alone``."""
     if have.shape != whole.shape:
         raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
     if alone is not None and near(have, alone):
@@ -316,22 +294,22 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
     against, right = Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
-    def step(right: Mapping[int, Tensor]) -> _Step:
+    def step(right: Mapping[int, Tensor]) -> Step:
         return [*decoder.steps(lengths, right)][-1]
 
     for _ in range(ROUNDS):
-        last = step(right)
-        found = {} if near(last.output, want) else dict(against.departing(last.run, right))
+        output, run = step(right)
+        found = {} if near(output, want) else dict(against.departing(run, right))
         right |= found
         if not found:
             break
-    for index in sorted(right) if near(last.output, want) else ():
+    for index in sorted(right) if near(output, want) else ():
         others = {other: rows for other, rows in right.items() if other != index}
-        if near(step(others).output, want):
+        if near(step(others)[0], want):
             right = others
-    if not right or not near(last.output, want):
+    if not right or not near(output, want):
         return {}
-    first = last.run.operations[min(right)]
+    first = run.operations[min(right)]
     return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
 
 
@@ -352,9 +330,8 @@ def _holds(handed: Any) -> bool:
     if handed is None or isinstance(handed, (Tensor, bool, int, float)):
         return isinstance(handed, Tensor) and handed.dim() == KEYS_AND_VALUES
     if isinstance(handed, (dict, list, tuple)):
-        return any(
-            _holds(one) or isinstance(one, Tensor) for one in (handed.values() if isinstance(handed, dict) else handed)
-        )
+        held = handed.values() if isinstance(handed, dict) else handed
+        return any(_holds(one) or isinstance(one, Tensor) for one in held)
     return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
 
 
@@ -366,20 +343,3 @@ def _kept(function: nn.Module | None) -> dict[str, Tensor]:
 def _sizes(function: nn.Module | None) -> dict[str, float]:
     """The sums of squares of these, which change when the tensors do."""
     return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
-
-
-def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
-    """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
-    parameters = {p.name: p for p in parameters_of(trial.function)}
-    holder, *names = protocol.names
-    holders = holder.split()
-    given: dict[str, Any] = dict.fromkeys(holders, handed)
-    if len(holders) > 1:
-        given = dict(zip(holders, handed, strict=True))
-    for name in names:
-        if _is_switch(parameters[name]):
-            given[name] = True
-        elif POSITION.search(name):
-            many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
-            given[name] = torch.arange(start, start + length) if many else start
-    return given

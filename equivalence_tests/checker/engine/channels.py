@@ -20,7 +20,8 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
     token_of,
 )
-from equivalence_tests.checker.engine.names import Identities, Product, Source
+from equivalence_tests.checker.engine.graph import Graph
+from equivalence_tests.checker.engine.names import Identities, Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
@@ -40,14 +41,9 @@ def exchanged(codes: Tensor, exchange: Exchange) -> Tensor:
 
 
 def exchanges_in(found: Identities, known_ones: dict[Key, Exchange]) -> dict[Key, Exchange]:
-    """Exchange the roles of tokens and features in what meets in an attention over channels.
+    """Exchange the roles of tokens and features in what meets in an attention over channels, beyond what is known.
 
-    Args:
-        found: The names of a run, in which those roles are not exchanged yet, or not everywhere.
-        known_ones: What was found in it before.
-
-    Returns:
-        All of them, by the sources that they stand in; the same object where nothing is new.
+    All exchanges are given by the sources in which they stand; as the same object where nothing is new.
     """
     exchanges = known_ones
     for codes in _meeting_by_features(found):
@@ -64,13 +60,8 @@ def exchanges_in(found: Identities, known_ones: dict[Key, Exchange]) -> dict[Key
 
 
 def _attending(names: Tensor, others: Tensor) -> Tensor | None:
-    """Names in which each row, a feature at the tokens of a sample, is a token; None where rows do not lie so.
-
-    Args:
-        names: Of the rows of each head and sample, (n, i, d).
-        others: Names that are given away already.
-    """
-    (_, channels, width), tokens = names.shape, token_of(names)
+    """Names in which each row, a feature at the tokens of a sample, is a token; None where rows do not lie so."""
+    (_, channels, width), tokens = names.shape, token_of(names)  # (heads and samples, rows, tokens)
     ordered = tokens.sort(-1).values
     samples, sample = ordered[:, 0].unique(dim=0, return_inverse=True)
     heads, head = feature_of(names[..., 0]).sort(-1).values.unique(dim=0, return_inverse=True)
@@ -86,18 +77,14 @@ def _attending(names: Tensor, others: Tensor) -> Tensor | None:
 
 def _meeting_by_features(found: Identities) -> Iterator[Tensor]:
     """The operands of products over tokens that are weighed, and values of which several features are averaged."""
+    graph, weighing = Graph(found.operations), [op for op in found.operations if op.name in WEIGHS]
     for product in found.across:
-        if _is_weighed(found, product):
+        before = (graph.ancestors(op.inputs[0], op.index, _until_a_product) for op in weighing)
+        if any(product.operation in made for made in before):
             yield from (product.left, product.right)
     for context in found.contexts:
         if context.source is None and by_features(context.values.mT):
             yield context.values.mT
-
-
-def _is_weighed(found: Identities, product: Product) -> bool:
-    """Whether a softmax takes what a product gives before another product does."""
-    weighing = (operation for operation in found.operations if operation.name in WEIGHS)
-    return any(product.operation in found.graph.ancestors(op.inputs[0], op.index, _until_a_product) for op in weighing)
 
 
 def _until_a_product(operation: Operation) -> list[Slot]:

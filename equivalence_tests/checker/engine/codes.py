@@ -1,7 +1,6 @@
 """Names of elements, each one float64: the number of the source tensor, the token and the feature; and contractions."""
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,11 +29,6 @@ def numbered(shape: torch.Size) -> Tensor:
     """
     token = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1)
     return coded(1, token.expand(shape), torch.arange(shape[-1]).expand(shape))
-
-
-def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
-    """Name the scores of one product by their flat index in it."""
-    return source * float(SPAN) + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
 def known(codes: Tensor) -> Tensor:
@@ -171,23 +165,14 @@ def _axes_shared(codes: Tensor, one: int, other: int) -> int:
 
 @dataclass(frozen=True)
 class Contraction:
-    """out[n, i, j] = sum over d of left[n, i, d] * right[n, j, d].
+    """out[n, i, j] = sum over d of left[n, i, d] * right[n, j, d]."""
 
-    Args:
-        left: (n, i, d): for each term, which element of the left operand, counted through its memory order.
-        right: (n, j, d): the same of the right operand.
-        out: (n, i, j): which element of the result.
-        sides: Which of the operation's inputs the left and the right operand are.
-        shape: Shape of the result.
-        apart: The equation that would be this product, where an einsum sums each operand by itself and multiplies the
-            sums; "" where it is this product.
-    """
-
-    left: Tensor
-    right: Tensor
-    out: Tensor
-    sides: tuple[int, int]
-    shape: tuple[int, ...]
+    left: Tensor  # (n, i, d): which element of the left operand each term takes, counted in the order of its memory
+    right: Tensor  # (n, j, d): the same of the right operand
+    out: Tensor  # (n, i, j): which element of the result
+    sides: tuple[int, int]  # which of the operation's inputs the left and the right operand are
+    shape: tuple[int, ...]  # of the result
+    # The equation that would be this product, where an einsum multiplies sums of each operand; "" where it is one.
     apart: str = ""
 
     def swapped(self) -> "Contraction":

@@ -32,17 +32,13 @@ KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 
 
 class Conventions:
-    """Lists the conventions of one attention, each with the evidence that it is intended.
-
-    Args:
-        judgement: Of one attention.
-        module: Holds the parameters and configurations.
-    """
+    """Lists the conventions of one attention, each with the evidence that it is intended."""
 
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module
         self.modules = list(module.modules()) if module is not None else []
-        self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
+        self.run = judgement.attention.run
+        self.recorder, self._names = self.run.recorder, self.run.names
 
     def conventions(self, departures: list[Departure]) -> Iterator[Departure]:
         """What torch's formula does not have, and nobody would call a mistake."""
@@ -50,7 +46,7 @@ class Conventions:
         yield from self._rotations(departures)
         yield from self._norms(departures)
         own = self.own_mask()
-        if own is not None and is_judged(own) and "mask" not in wrong:
+        if own is not None and self.is_judged(own) and "mask" not in wrong:
             yield own
         for model in self.judgement.models[:1]:
             if model.cap:
@@ -62,9 +58,10 @@ class Conventions:
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
         rotated = [operand for operand in self.judgement.first_operands[:2] if operand.rotated]
         if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
-            place = _first_step(self.judgement, rotated[0])
+            steps = rotated[0].steps(self.run)
+            place = next((operation for operation, _, _ in steps if operation.name == "mul"), None)
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
-            turns, base = turns_of(self.judgement.attention.run, rotated[0]), base_of(self.module)
+            turns, base = turns_of(self.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
             if _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated:
                 claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
@@ -75,13 +72,14 @@ class Conventions:
 
     def _numbers_beside(self, operand: Operand) -> set[float]:
         """The numbers in the files that rotate an operand."""
-        steps = operand.steps(self.judgement.attention.run)
+        steps = operand.steps(self.run)
         files = {path for operation, _, _ in steps for path, *_ in operation.frames if path.endswith(".py")}
         numbers = (getattr(node, "value", None) for path in files for node in nodes_in(path))
         return {float(x) for x in numbers if isinstance(x, int | float)}
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
-        normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
+        both = self.judgement.first_operands[:2]
+        normed = [operand for operand in both if operand.change == "normed" or self._norms_before(operand)]
         made = next((s.operation for o in normed for s in self._norms_before(o) if s.kind == "normed"), None)
         named = any("norm" in one.name for one in departures if one.name != "values_normalised")
         if len(normed) == 2:
@@ -109,6 +107,10 @@ class Conventions:
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None
 
+    def is_judged(self, own: Departure) -> bool:
+        """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
+        return bool(own.evidence) or own.name == LAST
+
     def _hiding(self) -> tuple[Operation | None, list[str]]:
         """The first operation that scores meet something else in, and what that is made from."""
         first: Operation | None = None
@@ -134,8 +136,7 @@ class Conventions:
 
     def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name == "tanh"), None)
-        setting = self._setting(model.cap, CAP.search, own=True)
-        evidence = f"the cap is what {setting}" if setting else ""
+        evidence = self.limit_named("cap", model.cap)
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
@@ -184,7 +185,7 @@ class Conventions:
 
     def _strange(self, slot: Slot, before: Operation) -> Iterator[Operation]:
         """What is strange on the way of a bias: of what nothing learnt takes part in, only what puts it elsewhere."""
-        for operation in strange_operations(self.judgement.attention.run, slot, before.index):
+        for operation in strange_operations(self.run, slot, before.index):
             if operation.name in MOVES or any(map(self.recorder.parameters, operation.origins)):
                 yield operation
 
@@ -196,16 +197,10 @@ class Conventions:
         return next((f"{name} says ({x:g})" for name, x in found), "")
 
     def _holders(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        for child in self.modules:
-            for value in vars(child).values():
-                holder = not isinstance(value, nn.Module | Tensor | str | int | float | dict | list | tuple | set)
-                if holder and hasattr(value, "__dict__") and not callable(value):
-                    found[id(value)] = value
-        return list(found.values())
-
-    def _is_normed(self, operand: Operand) -> bool:
-        return operand.change == "normed" or bool(self._norms_before(operand))
+        """The configurations that the modules hold, each once."""
+        values = (x for child in self.modules for x in vars(child).values() if hasattr(x, "__dict__"))
+        others = (nn.Module, Tensor, str, int, float, dict, list, tuple, set)
+        return list({id(x): x for x in values if not isinstance(x, others) and not callable(x)}.values())
 
     def _norms_before(self, operand: Operand) -> list[Source]:
         """What norms of tokens made of an operand, after its projection."""
@@ -224,7 +219,7 @@ class Conventions:
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:
-            for operation, _, _ in list(part.steps(self.judgement.attention.run))[1:]:
+            for operation, _, _ in list(part.steps(self.run))[1:]:
                 yield operation, part
 
     def _beside_scores(self) -> Iterator[tuple[Operation, Slot, int, Part]]:
@@ -233,6 +228,11 @@ class Conventions:
         for operation, part in self._between():
             pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
             yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not is_of(x, own))
+
+    def limit_named(self, what: str, limit: float) -> str:
+        """Say which setting is the limit of the scores; "" if none is."""
+        setting = self._setting(limit, CAP.search, own=True)
+        return f"the {what} is what {setting}" if setting else ""
 
     def width_named(self, widths: Iterable[float]) -> str:
         """Say which setting is as wide as what is seen; "" if none is."""
@@ -243,11 +243,6 @@ class Conventions:
         """Whether the module that holds the attention, or one around it, may be given a mask."""
         around = modules_around(self.module, self.judgement.attention.first.place)
         return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
-
-
-def is_judged(own: Departure) -> bool:
-    """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
-    return bool(own.evidence) or own.name == LAST
 
 
 def is_window_without_last(part: Part, hidden: Tensor, live: Tensor) -> bool:
@@ -282,18 +277,9 @@ def numbers_of(holder: Any) -> Iterator[tuple[str, float]]:
 
 
 def _made_from(name: str) -> str:
-    """Say what a tensor with a name is.
-
-    >>> _made_from("arg:attention_mask")
-    'it is made from the argument attention_mask'
-    """
+    """Say what is made from a tensor with a name such as "arg:attention_mask"."""
     kind, _, own = name.partition(":")
     return f"it is made from the {KINDS[kind]} {own}"
-
-
-def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
-    steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
-    return next((operation for operation in steps if operation.name == "mul"), None)
 
 
 def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:

@@ -52,11 +52,7 @@ MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix toke
 
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
-    """Exercise what the code offers: optional arguments, switches, long lengths, caches.
-
-    Returns:
-        All of it, and what deviates.
-    """
+    """Exercise what the code offers: optional arguments, switches, long lengths, caches."""
     covered = Covered(trial, judge)
     cover_lengths(covered)
     caches = cache_arguments(trial.function)
@@ -191,27 +187,24 @@ def cover_options(covered: Covered, subject: Subject) -> None:
         if other is None:
             covered.leave_out(what, f"it could only be built with {getattr(trial.function, name, 'its default')}")
             continue
-        prepare(other, subject.dtype)
-        covered.trial = replace(trial, function=other)
+        built = replace(covered, trial=replace(trial, function=prepare(other, subject.dtype)))
         if causal:
-            _causal_switch(what, {}, covered)
+            _causal_switch(what, {}, built)
         else:
-            _option(what, covered, subject)
-        covered.trial = trial
+            _option(what, built, subject)
     for name in inner_widths(target):
         _other_width(name, covered, subject)
 
 
 def _other_width(name: str, covered: Covered, subject: Subject) -> None:
     """Build a class with another width inside than outside: where both are alike, one may stand for the other."""
-    width, trial, sizes = subject.sizes.num_heads * (subject.sizes.head_dim + 2), covered.trial, subject.sizes
-    for other, made in built_with(type(subject.function), **{name: width}):
-        if made.embed_dim == sizes.embed_dim:
-            prepare(other, subject.dtype)
-            covered.trial, what = replace(trial, function=other), f"{name} = {width} with {sizes.embed_dim} features"
-            covered.run(what, lambda: covered.judged(trial.inputs(), {}), covered.leave_out)
-            break
-    covered.trial = trial
+    trial, sizes, width = covered.trial, subject.sizes, subject.sizes.num_heads * (subject.sizes.head_dim + 2)
+    made = built_with(type(subject.function), **{name: width})
+    other = next((one for one, given in made if given.embed_dim == sizes.embed_dim), None)
+    if other is not None:
+        built = replace(covered, trial=replace(trial, function=prepare(other, subject.dtype)))
+        what = f"{name} = {width} with {sizes.embed_dim} features"
+        built.run(what, partial(built.judged, trial.inputs(), {}), built.leave_out)
 
 
 def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
@@ -317,15 +310,7 @@ def _context(name: str, covered: Covered) -> None:
 
 
 def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
-    """Call the code with numbers for an argument that numbers tokens, and say whether it does what its name says.
-
-    Args:
-        trial: A way to call it that was judged, without the argument.
-        name: The argument.
-
-    Returns:
-        What was seen; None if its name promises none of these, or if it takes something else.
-    """
+    """Call the code with numbers for an argument that numbers tokens; None if its name promises nothing of the kind."""
     if not trial.plan.self_attention or trial.plan.positional:
         return None
     inputs, counted = trial.inputs(NUMBERED, NUMBERED), torch.arange(NUMBERED)

@@ -20,21 +20,13 @@ NO_MISTAKES = (ImportError, NotImplementedError, MemoryError)  # what code may r
 
 @dataclass
 class Covered:
-    """What was exercised beyond the call that was judged, and what came out.
+    """What was exercised beyond the call that was judged, and what came out."""
 
-    Args:
-        trial: A way to call it that was judged.
-        judge: Judges a call of a function with its arguments, as the one before was.
-        exercises: What was run, or not.
-        findings: What deviates.
-        intended: What deviates on purpose.
-    """
-
-    trial: Trial
-    judge: Judge
-    exercises: list[Exercise] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    intended: list[Finding] = field(default_factory=list)
+    trial: Trial  # a way to call it that was judged
+    judge: Judge  # judges a call of a function with its arguments, as the one before was
+    exercises: list[Exercise] = field(default_factory=list)  # what was run, or not
+    findings: list[Finding] = field(default_factory=list)  # what deviates
+    intended: list[Finding] = field(default_factory=list)  # what deviates on purpose
 
     def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
         """Note that something was run, with a verdict."""
@@ -47,16 +39,10 @@ class Covered:
         self.exercises.append(Exercise(what, False, why))
 
     def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
-        """Look at one more call.
+        """Look at one more call, and say whether it ran.
 
-        Args:
-            what: Is exercised by it.
-            look: Calls it, and gives what deviates, and how that was seen.
-            failed: What to do with what the code says where it may raise; None where that is a mistake, unless it says
-                itself that it does not do this.
-
-        Returns:
-            Whether it ran.
+        Where the code may raise, ``failed`` is told what it says; elsewhere that is a mistake, unless the code says
+        itself that it does not do this.
         """
         answer = ask(look)
         if answer.error is None:

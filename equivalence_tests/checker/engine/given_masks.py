@@ -26,11 +26,7 @@ OF_PADDING = "key_padding_mask"  # True hides, as its name says
 
 
 class GivenMasks:
-    """Reads the masks among the arguments of a call, and what a module, or a function in it, says with ``is_causal``.
-
-    Args:
-        call: The call.
-    """
+    """Reads the masks that a call is given, and what a module, or a function in it, says with ``is_causal``."""
 
     def __init__(self, call: Call) -> None:
         given = _arguments(call)
@@ -41,12 +37,9 @@ class GivenMasks:
 
     def __call__(self, attention: Attention) -> dict[int, Expectation]:
         """Give for each part what some mask of the call allows and the code lets be seen or hidden otherwise."""
-        found = {}
-        for part in attention.parts:
-            may = self._broken_rule(attention, part) if part.contexts and part.contexts[0].source else None
-            if may is not None:
-                found[part.number] = Expectation(may, bool(self.masks))
-        return found
+        read = (part for part in attention.parts if part.contexts[0].source is not None)
+        known = ((part.number, self._broken_rule(attention, part)) for part in read)
+        return {number: Expectation(may, bool(self.masks)) for number, may in known if may is not None}
 
     def _broken_rule(self, attention: Attention, part: Part) -> Tensor | None:
         """Which keys may be seen, where the code lets others be seen; None where a rule is kept, or none is given."""
@@ -117,8 +110,6 @@ def _laid_out(mask: Tensor, part: Part) -> Iterator[Tensor]:
 def _alike_for_all(part: Part, own: Tensor) -> bool:
     """Whether what a code hides beyond a mask is the same for all samples: a window, or the future."""
     query, key, queries, keys = ranks_of(part)
-    counts = torch.zeros(2, queries * keys, dtype=torch.float64)
     place = query * keys + key
-    counts[0].index_add_(0, place, own.double())
-    counts[1].index_add_(0, place, torch.ones_like(own, dtype=torch.float64))
-    return bool(((counts[0] == 0) | (counts[0] == counts[1])).all())
+    hidden, scores = (torch.bincount(where, minlength=queries * keys) for where in (place[own], place))
+    return bool(((hidden == 0) | (hidden == scores)).all())

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,44 +15,21 @@ Passing = Callable[[Operation], Iterable[Slot]]  # gives what is followed of wha
 
 
 class Graph:
-    """The operations of one run as a graph, from what was given to what comes back.
-
-    Args:
-        operations: In the order in which they ran.
-    """
+    """The operations of one run, in the order in which they ran, as a graph from what was given to what comes back."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-
-    @cached_property
-    def _giving(self) -> dict[int, list[int]]:
-        """By tensor: the operations that gave it."""
-        return self._places((operation.index, slot.key) for operation in self.operations for slot in operation.outputs)
-
-    @cached_property
-    def _taking(self) -> dict[int, list[int]]:
-        """By tensor: the operations that took it."""
-        return self._places((operation.index, slot.key) for operation in self.operations for slot in operation.inputs)
-
-    @cached_property
-    def _writing(self) -> dict[int, list[int]]:
-        """By memory: the operations that wrote into it."""
-        writing = (operation for operation in self.operations if operation.inplace)
-        return self._places((operation.index, storage_of(operation.inputs[0].tensor)) for operation in writing)
-
-    def _places(self, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = defaultdict(list)
-        for index, key in pairs:
-            found[key].append(index)
-        return dict(found)
+        self._giving, self._taking, self._writing = (defaultdict[int, list[int]](list) for _ in range(3))
+        for operation in operations:
+            for slot in operation.outputs:
+                self._giving[slot.key].append(operation.index)
+            for slot in operation.inputs:
+                self._taking[slot.key].append(operation.index)
+            if operation.inplace:  # by the memory that it writes into
+                self._writing[storage_of(operation.inputs[0].tensor)].append(operation.index)
 
     def maker(self, slot: Slot, before: int) -> Operation | None:
-        """Give the last operation that gave a tensor, or wrote into its memory; None where none did.
-
-        Args:
-            slot: The tensor.
-            before: The first operation that comes too late.
-        """
+        """Give the last operation before another that gave a tensor, or wrote into its memory; None where none did."""
         gave, wrote = self._giving.get(slot.key, []), self._writing.get(storage_of(slot.tensor), [])
         last = gave[place - 1] if (place := bisect_left(gave, before)) else -1
         for index in reversed(wrote[: bisect_left(wrote, before)]):
@@ -64,14 +41,8 @@ class Graph:
         """List the operations that take a tensor."""
         return [self.operations[index] for index in self._taking.get(slot.key, [])]
 
-    def ancestors(self, slot: Slot, before: int, passing: Passing) -> Iterator[Operation]:
-        """List the operations that a tensor was made by, the last one first.
-
-        Args:
-            slot: The tensor.
-            before: The first operation that comes too late to have made it.
-            passing: Says which tensors that an operation takes are followed further.
-        """
+    def ancestors(self, slot: Slot, before: int, passing: Passing = attrgetter("inputs")) -> Iterator[Operation]:
+        """List the operations before another that a tensor was made by, the last one first."""
         left, seen = [(slot, before)], set[int]()
         while left:
             operation = self.maker(*left.pop())
@@ -91,11 +62,7 @@ class Graph:
         return live
 
     def unwatched(self, given: Iterable[Slot]) -> Operation | None:
-        """Give the first of the user's lines that takes what neither was given nor came of an operation.
-
-        Args:
-            given: What was handed over, and what the module holds.
-        """
+        """Give the first of the user's lines that takes what neither was given nor came of an operation."""
         known = {storage_of(slot.tensor) for slot in given}
         for operation in self.operations:
             taken = {storage_of(slot.tensor) for slot in operation.inputs}

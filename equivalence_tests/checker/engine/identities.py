@@ -5,7 +5,7 @@ activations is read as scores or averages by the names of its operands.
 Nothing is inferred from the names of variables, modules or axes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,23 +38,17 @@ ROUNDS = 4  # queries and keys of channels, their values, learnt queries, and al
 
 
 def identify(
-    recorder: Recorder,
-    seeds: Mapping[int, Tensor] | None = None,
-    data: Iterable[Tensor] = (),
-    patched: Mapping[int, Tensor] | None = None,
+    recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor], patched: Mapping[int, Tensor]
 ) -> Identities:
     """Name the elements of a recorded run, with its products, averages (contexts) and sources of names.
 
-    Args:
-        recorder: Holds the run.
-        seeds: Names that are known from outside, by the id of the tensor.
-        data: Tensors that hold the data of the call, in contrast to weights, masks and positions.
-        patched: The names of what patched operations give, by index.
+    ``seeds`` are names by the id of the tensor, ``patched`` those of what patched operations give, by index; ``data``
+    are tensors that hold the data of the call, in contrast to weights, masks and positions.
     """
-    data, learnt, exchanges = list(data), frozenset[int](), dict[Key, Exchange]()
+    learnt, exchanges = frozenset[int](), dict[Key, Exchange]()
     for _ in range(ROUNDS):
-        follower = _Follower(recorder, dict(seeds or {}), data, exchanges)
-        follower.patched, follower.learnt = dict(patched or {}), learnt
+        follower = _Follower(recorder, seeds, data, exchanges)
+        follower.patched, follower.learnt = patched, learnt
         for operation in recorder.operations:
             follower.follow(operation)
         before = learnt, exchanges
@@ -66,10 +60,7 @@ def identify(
 
 
 def _with_learnt_queries(found: "Identities") -> frozenset[int]:
-    """Give the indices of products with a parameter that go into a softmax, where the run has no other attention.
-
-    These are products of keys with queries that are parameters.
-    """
+    """Give the indices of the products of keys with queries that are parameters, in a run without other attentions."""
     if found.contexts:
         return frozenset()
     made = set()
@@ -122,22 +113,13 @@ class _Follower(Meetings):
 
     def _spread(self, operation: Operation) -> None:
         """Mark the outputs of an operation as data of the call, as made from weights alone, or as neither."""
-        isdata = operation.name in INDEXED or (
-            operation.name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in operation.inputs)
-        )
-        isweight = (
-            not isdata
-            and operation.name not in CONTRACTIONS
-            and bool(operation.inputs)
-            and all(slot.key in self.weights for slot in operation.inputs)
-        )
-        for slot in operation.outputs:
-            if isdata:
-                self.data.add(storage_of(slot.tensor))
-            if isweight:
-                self.weights.add(slot.key)
+        name, taken = operation.name, operation.inputs
+        passed_on = name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in taken)
+        if name in INDEXED or passed_on:
+            self.data |= {storage_of(slot.tensor) for slot in operation.outputs}
+        elif taken and name not in CONTRACTIONS and all(slot.key in self.weights for slot in taken):
+            self.weights |= {slot.key for slot in operation.outputs}
 
-    # ------------------------------------------------------------------------------------------ data that moves
     def _moved(self, operation: Operation) -> list[Tensor | None]:
         target, doubled = operation.inputs[0], any(slot.key in self.others for slot in operation.inputs)
         if operation.inplace:
@@ -206,18 +188,14 @@ class _Follower(Meetings):
         later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & known(other)
         return torch.where(later, other, flat).view(first.shape)
 
-    # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
         """Names of an output whose elements keep their places, as in arithmetic, a norm or a softmax."""
         shape = slot.value.shape
         before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before
-        fitting = [
-            (place, codes)
-            for place, given in enumerate(taken)
-            if given is not None and (codes := _fitted(operation, given, shape)) is not None
-        ]
-        fitting = [(i, codes) for i, codes in fitting if codes.is_complex() == slot.value.is_complex()]
+        fitted = [(place, _fitted(operation, codes, shape)) for place, codes in enumerate(taken) if codes is not None]
+        pairs = [(place, codes) for place, codes in fitted if codes is not None]
+        fitting = [(place, codes) for place, codes in pairs if codes.is_complex() == slot.value.is_complex()]
         if not fitting:
             return None
         if operation.inplace and fitting[0][0] > 0:
@@ -258,11 +236,8 @@ class _Follower(Meetings):
             return self._retag(kind, operation, slot, codes, rest) if same else codes
         if operation.name in NORMS:
             return self._retag("normed", operation, slot, codes, [])
-        extra = [
-            bits
-            for i, (bits, taken) in enumerate(zip(operation.origins, operation.inputs, strict=True))
-            if i != place and storage_of(taken.tensor) not in self.data
-        ]
+        pairs = enumerate(zip(operation.origins, operation.inputs, strict=True))
+        extra = [bits for i, (bits, slot) in pairs if i != place and storage_of(slot.tensor) not in self.data]
         if any(bits & self.parameters for bits in extra):
             if operation.name in ADDS | {"lerp", "addcmul"}:
                 return self._retag("added", operation, slot, codes, [])
@@ -272,16 +247,9 @@ class _Follower(Meetings):
 
     def _by_token(self, operation: Operation, place: int, codes: Tensor) -> bool:
         """Whether a factor differs from token to token."""
-        token = token_of(codes)
-        for i, slot in enumerate(operation.inputs):
-            if i == place:
-                continue
-            for back in range(1, slot.value.dim() + 1):
-                if slot.value.size(-back) > 1 and back <= token.dim():
-                    lead = token.select(-back, 0).unsqueeze(-back)
-                    if not bool((token == lead).all()):
-                        return True
-        return False
+        token, others = token_of(codes), [slot.value for i, slot in enumerate(operation.inputs) if i != place]
+        axes = {axis for x in others for axis in range(-min(x.dim(), token.dim()), 0) if x.size(axis) > 1}
+        return any(bool((token != token.select(axis, 0).unsqueeze(axis)).any()) for axis in axes)
 
 
 def _by_small_matrices(codes: Tensor, other: Tensor) -> Tensor:

@@ -24,18 +24,19 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
     """Show for each departure of one attention that putting it right is needed, and that all together are enough."""
     departures, judgement = found.departures[place], found.judgements[place]
     unread = len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.values_rotated
-    if unread or not any(departure.patches for departure in departures):
+    returned = next(tensors_in((found.run.output,)), None)
+    if unread or returned is None or not any(departure.patches for departure in departures):
         return [None] * len(departures)
     count = INPUTS if len(found.run.operations) < MANY else 2
     biased = any(departure.stage == "bias" and departure.patches for departure in departures)
     right = {**_all(departures), **reference(judgement, biased)}
     errors, without = 0.0, [0.0] * len(departures)
     for seed in range(1, count + 1):
-        want = _outputs(found.call, right, seed)
-        errors = max(errors, _distance(_outputs(found.call, _all(departures), seed), want))
+        want = _output(found.call, right, seed)
+        errors = max(errors, distance(_output(found.call, _all(departures), seed), want))
         for i in (i for i, departure in enumerate(departures) if departure.patches):
             left = _all(departures[:i] + departures[i + 1 :])
-            without[i] = max(without[i], _distance(_outputs(found.call, left, seed), want))
+            without[i] = max(without[i], distance(_output(found.call, left, seed), want))
     return [Proof(errors, alone, count) if d.patches else None for d, alone in zip(departures, without, strict=True)]
 
 
@@ -44,27 +45,16 @@ def _all(departures: list[Departure]) -> dict[int, Patch]:
     return {index: patch for departure in departures for index, patch in departure.patches.items()}
 
 
-def _outputs(call: Call, patches: dict[int, Patch], seed: int) -> list[Tensor]:
-    return [x.double() for x in tensors_in((call.run(patches, seed=seed, read=False).output,))]
-
-
-def _distance(have: list[Tensor], want: list[Tensor]) -> float:
-    """The greatest difference of the first output, relative to its largest value."""
-    return distance(have[0].nan_to_num(0.0), want[0].nan_to_num(0.0)) if have and want else float("inf")
+def _output(call: Call, patches: dict[int, Patch], seed: int) -> Tensor:
+    """The first output, with 0 for what is no number."""
+    return next(tensors_in((call.run(patches, seed=seed, read=False).output,))).double().nan_to_num(0.0)
 
 
 def reference(judgement: Judgement, biased: bool = False) -> dict[int, Patch]:
-    """Torch's own formula in the place of what reaches the end of an attention.
-
-    Args:
-        judgement: Of the attention.
-        biased: Whether what the code adds to its scores is part of the formula.
-    """
-    attention = judgement.attention
-    names = attention.names
-    if names is None or len(attention.context_sources) == 0:
+    """Torch's own formula in the place of what reaches the end of an attention; with what is added to the scores."""
+    attention, names = judgement.attention, judgement.attention.names
+    if names is None or not attention.context_sources:
         return {}
-
     factors = [[operand.factor for operand in own] for own in judgement.operands]
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:

@@ -15,15 +15,10 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 
 @dataclass(frozen=True)
 class RotaryPairs:
-    """Which elements of a token a rotary embedding rotates together.
+    """Which elements of a token a rotary embedding rotates together."""
 
-    Args:
-        start: The first element that is rotated.
-        apart: How far the two elements of a pair are from one another.
-    """
-
-    start: int
-    apart: int
+    start: int  # the first element that is rotated
+    apart: int  # how far the two elements of a pair are from one another
 
     def __str__(self) -> str:
         return "pairs of neighbours" if self.apart == 1 else "halves of a head"
@@ -36,35 +31,20 @@ class RotaryPairs:
 
 @dataclass(eq=False)
 class Operand:
-    """One operand of a product, and how it came from its projection.
+    """One operand of a product, and how it came from its projection."""
 
-    Args:
-        role: "query", "key" or "value".
-        sources: Where its names come from.
-        slot: The operand as it is used.
-        codes: The names of its rows, (n, i, d).
-        places: Which of its elements they are.
-        until: The operation that uses it.
-        factor: What it is multiplied by on the way.
-        change: "" (a factor), "rotated", "normed" or "other".
-        single: Whether a part is computed in float32.
-        tolerance: What differs by less is rounding.
-        pairs: Which elements are rotated together, where a token is rotated; None elsewhere.
-        across: Whether a token is rotated before its heads are split, so that two heads share each pair.
-    """
-
-    role: str
-    sources: list[Source]
-    slot: Slot
-    codes: Tensor
-    places: Tensor
-    until: Operation
-    factor: float = 1.0
-    change: str = ""
-    single: bool = False
-    tolerance: float = ROUNDING
-    pairs: "RotaryPairs | None" = None
-    across: bool = False
+    role: str  # "query", "key" or "value"
+    sources: list[Source]  # where its names come from
+    slot: Slot  # as it is used
+    codes: Tensor  # the names of its rows, (n, i, d)
+    places: Tensor  # which of its elements these are
+    until: Operation  # uses it
+    factor: float = 1.0  # what it is multiplied by on the way
+    change: str = ""  # "" (a factor), "rotated", "normed" or "other"
+    single: bool = False  # whether a part is computed in float32
+    tolerance: float = ROUNDING  # what differs by less is rounding
+    pairs: "RotaryPairs | None" = None  # which elements are rotated together, where a token is rotated; None elsewhere
+    across: bool = False  # whether a token is rotated before its heads are split, so that two heads share each pair
 
     @property
     def rotated(self) -> bool:
@@ -86,36 +66,22 @@ class WeightsModel:
     """weights = softmax(factor * score + bias) over the keys of each row, as far as that is what happens.
 
     All tensors are flat, one entry for each score of the part.
-
-    Args:
-        factor: What the scores are multiplied by; NaN if nothing of the kind is seen.
-        bias: What is added, up to a constant of each row; -inf where a key is hidden.
-        weights: What is multiplied with the values; NaN where a score meets none.
-        replaced: Where the score itself has no influence, though the key is not hidden.
-        fill: What stands there instead of the score.
-        sums: The sum of the weights of each score's row.
-        rows: Which row each score belongs to.
-        axis: Over which scores the weights sum to one: "keys", "queries", "heads", "batch" or "".
-        kind: "softmax", "linear", "sigmoid" or "other".
-        single: Whether a part is computed in float32.
-        cap: Of a tanh that holds the scores; 0 if there is none.
-        by_head: What the scores of each head are multiplied by, where that is not the same; else None.
-        dead: Rows that see no key.
     """
 
-    factor: float
-    bias: Tensor
-    weights: Tensor
-    replaced: Tensor
-    fill: Tensor
-    sums: Tensor
-    rows: Tensor
-    axis: str = "keys"
-    kind: str = "softmax"
-    single: bool = False
-    cap: float = 0.0
+    factor: float  # what the scores are multiplied by; NaN if nothing of the kind is seen
+    bias: Tensor  # what is added, up to a constant of each row; -inf where a key is hidden
+    weights: Tensor  # what is multiplied with the values; NaN where a score meets none
+    replaced: Tensor  # where the score itself has no influence, though the key is not hidden
+    fill: Tensor  # what stands there instead of the score
+    sums: Tensor  # the sum of the weights of each score's row
+    rows: Tensor  # which row each score belongs to
+    axis: str = "keys"  # over which scores the weights sum to one: "keys", "queries", "heads", "batch" or ""
+    kind: str = "softmax"  # "softmax", "linear", "sigmoid" or "other"
+    single: bool = False  # whether a part is computed in float32
+    cap: float = 0.0  # of a tanh that holds the scores; 0 if there is none
+    # What the scores of each head are multiplied by, where that is not the same; else None.
     by_head: Tensor | None = None
-    dead: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    dead: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # rows that see no key
 
     @property
     def hidden(self) -> Tensor:
@@ -135,15 +101,11 @@ class WeightsModel:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What is known about a call from outside.
+    """What is known about a call from outside."""
 
-    Args:
-        may: Which key each score's query may look at, flat as the scores are; None if nothing is known.
-        masked: Whether a mask was handed over that hides something.
-    """
-
+    # Which key each score's query may look at, flat as the scores are; None if nothing is known.
     may: Tensor | None = None
-    masked: bool = False
+    masked: bool = False  # whether a mask was handed over that hides something
 
 
 # Says what is known about the mask of an attention, by the number of each part.
@@ -152,23 +114,14 @@ Expecting = Callable[[Attention], Mapping[int, Expectation]]
 
 @dataclass(eq=False)
 class Judgement:
-    """What was found out about one attention.
-
-    Args:
-        attention: Which.
-        departures: What departs, in the order of the stages.
-        operands: Its queries, keys and values, by part.
-        models: What happens to its scores, by part.
-        hidden: Which scores should be hidden, by part.
-        values_rotated: Whether values are rotated by their positions, and their averages are rotated back.
-    """
+    """What was found out about one attention."""
 
     attention: Attention
-    departures: list[Departure] = field(default_factory=list)
-    operands: list[list[Operand]] = field(default_factory=list)
-    models: list[WeightsModel] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    values_rotated: bool = False
+    departures: list[Departure] = field(default_factory=list)  # what departs, in the order of the stages
+    operands: list[list[Operand]] = field(default_factory=list)  # its queries, keys and values, by part
+    models: list[WeightsModel] = field(default_factory=list)  # what happens to its scores, by part
+    hidden: list[Tensor] = field(default_factory=list)  # which scores should be hidden, by part
+    values_rotated: bool = False  # whether values are rotated by their positions, and their averages are rotated back
 
     @property
     def first_operands(self) -> list[Operand]:

@@ -45,16 +45,13 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
         return
-    averaged = list(_of_context(found, expected))
+    averaged = list(_of_context(found, expected))  # which may explain what was found before
     found.departures += averaged
-    if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
+    # Where the values are weighed by exponentials and divided by their sum later, no weights can be compared.
+    divided_later = any(model.kind == "softmax" and not model.axis for model in found.models)
+    if divided_later and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += merge_departures(attention)
-
-
-def _divided_later(found: Judgement) -> bool:
-    """Whether the values are weighed by exponentials and divided by their sum, so that no weights can be compared."""
-    return any(model.kind == "softmax" and not model.axis for model in found.models)
 
 
 def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:
@@ -112,17 +109,15 @@ def _judge_operands(found: Judgement, part: Part) -> list[Operand]:
 
 def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
     operands = _judge_operands(found, part)
-    for context in part.contexts[:1]:
-        model = read_weights(found.attention.run, part, context)
-        found.models.append(model)
-        factor = model.factor * operands[0].factor * operands[1].factor
-        if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
-            part.product.width = part.product.channels
-        found.departures += Scores(found.attention, part, operands, model, expected).departures()
-        live = model.live
-        pattern = causal_pattern(part, model.hidden | model.replaced, live)
-        pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
-        found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, pattern))
+    model = read_weights(found.attention.run, part, part.contexts[0])
+    found.models.append(model)
+    factor = model.factor * operands[0].factor * operands[1].factor
+    if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
+        part.product.width = part.product.channels
+    found.departures += Scores(found.attention, part, operands, model, expected).departures()
+    pattern = causal_pattern(part, model.hidden | model.replaced, model.live)
+    pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
+    found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, pattern))
 
 
 def _once(departures: list[Departure]) -> list[Departure]:

@@ -31,19 +31,12 @@ Spot = tuple["Place | None", int]  # an operation, or the call of a sub-module, 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operation stands in the user's code, in whatever call it runs.
-
-    Args:
-        code: The function.
-        instruction: The offset of the instruction that runs it.
-        number: Of the operation among those that one execution of this instruction runs.
-        calls: Whether it is the call of a sub-module that is meant, of which ``number`` is counted likewise.
-    """
+    """Where an operation stands in the user's code, in whatever call it runs."""
 
     code: CodeType
-    instruction: int
-    number: int
-    calls: bool = False
+    instruction: int  # its offset in the code
+    number: int  # of the operation among those that one execution of this instruction runs
+    calls: bool = False  # whether the call of a sub-module is meant; ``number`` then counts such calls
 
     @property
     def text(self) -> str:
@@ -60,21 +53,14 @@ class Place:
 class LeftOut:
     """What takes the place of an operation's result, or of what it takes: a tensor that an operation before takes.
 
-    Args:
-        place: Of the operation.
-        taking: Of the operation that takes the tensor; the same, or one that runs before.
-        position: Of the tensor among those that it takes; ``GIVES`` for its result.
-        beside: The same of what is added to the tensor.
-        of: Which of the tensors that the operation takes it stands for; ``GIVES`` for its result.
-
     The call of a sub-module stands for an operation too: of its arguments those that have no name are tensors it takes.
     """
 
     place: Place
-    taking: Place
-    position: int
-    beside: tuple[tuple[Place, int], ...] = ()
-    of: int = GIVES
+    taking: Place  # of the operation that takes the tensor; the same, or one that runs before
+    position: int  # of the tensor among those that it takes; ``GIVES`` for its result
+    beside: tuple[tuple[Place, int], ...] = ()  # the same of what is added to the tensor
+    of: int = GIVES  # which of the tensors that the operation takes it stands for; ``GIVES`` for its result
 
     @property
     def sources(self) -> tuple[tuple[Place, int], ...]:
@@ -84,33 +70,22 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Repair:
-    """An expression that may be left out.
+    """An expression that may be left out."""
 
-    Args:
-        left_out: What is left out for it, in every call of the function that it stands in.
-        operation: The last operation of it.
-        instead: What takes the place of its result.
-        idle: Where the operations stand whose results nothing takes then.
-        parts: These operations, and the last.
-        own: The names of parameters, buffers and arguments that nothing else takes.
-        mistake: What it is a mistake not to leave out; "" for an expression that torch's formula does not have.
-    """
-
-    left_out: tuple[LeftOut, ...]
-    operation: Operation
-    instead: Slot
-    idle: frozenset[Place] = frozenset()
-    parts: tuple[Operation, ...] = ()
-    own: tuple[str, ...] = ()
-    mistake: str = ""
+    left_out: tuple[LeftOut, ...]  # what is left out for it, in every call of the function that it stands in
+    operation: Operation  # its last one
+    instead: Slot  # takes the place of its result
+    idle: frozenset[Place] = frozenset()  # where the operations stand whose results nothing takes then
+    parts: tuple[Operation, ...] = ()  # those operations, and the last
+    own: tuple[str, ...] = ()  # the names of parameters, buffers and arguments that nothing else takes
+    mistake: str = ""  # what it is a mistake not to leave out; "" for an expression that torch's formula does not have
 
     @property
     def written(self) -> tuple[str, str]:
         """The expression, or else its last operation, and what takes its place; "" where that is not known."""
         one = self.left_out[0]
-        return one.place.text or self.operation.name, operand_in(
-            one.place.text, one.position
-        ) if one.taking == one.place else ""
+        instead = operand_in(one.place.text, one.position) if one.taking == one.place else ""
+        return one.place.text or self.operation.name, instead
 
     def keeps_operand_of(self, operation: Operation) -> bool:
         """Whether what takes the place of an operation's result is one of its own operands."""
@@ -124,17 +99,11 @@ class Repair:
 class Without(Recorder):
     """Runs code without some of its expressions; without none of them, it notes where operations stand.
 
-    Args:
-        named: Tensors that are known by a name.
-        left_out: What does not run.
-        idle: Where operations stand that run unseen, as nothing takes their results.
+    Operations at ``idle`` places run unseen, as nothing takes their results.
     """
 
     def __init__(
-        self,
-        named: Iterable[tuple[str, Tensor]] = (),
-        left_out: Collection[LeftOut] = (),
-        idle: Collection[Place] = (),
+        self, named: Iterable[tuple[str, Tensor]] = (), left_out: Collection[LeftOut] = (), idle: Collection[Place] = ()
     ) -> None:
         super().__init__(named)
         self.left_out: dict[Spot, list[LeftOut]] = {}
@@ -145,9 +114,8 @@ class Without(Recorder):
         self.called: dict[tuple[int, nn.Module], Place | None] = {}  # by the first operation inside, and the module
         self.holders: list[nn.Module | None] = []  # whose method runs it
         self._taken: dict[Spot, Tensor | None] = {x: None for one in left_out for x in one.sources}  # the last one last
-        self._calls = not left_out or any(
-            place is not None and place.calls for place, _ in [*self._taken, *self.left_out]
-        )
+        spots = (*self._taken, *self.left_out)
+        self._calls = not left_out or any(place is not None and place.calls for place, _ in spots)
         self._last: dict[bool, tuple[FrameType, int, int]] = {}
         self._adding = False
 

@@ -106,18 +106,17 @@ def _judge_window(covered: Covered, name: str, limit: int) -> None:
             return
         unseen = (~seen.diagonal()).nonzero().flatten().tolist()
         wrong = "window_hides_near_keys" if unseen else "window_without_effect"
-        what = (
-            f"{unseen[0]} of {length} tokens does not see its own" if unseen else f"{length - 1} gives key 0 a weight"
-        )
+        near = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else ""
+        evidence = near or f"query {length - 1} gives key 0 a weight"
         facts, lines = {"limit": limit, "argument": name, "length": length}, judgement.attention.first.frames
-        covered.findings.append(found_mistake(wrong, facts, evidence=f"query {what}", stack=code_lines(lines)))
+        covered.findings.append(found_mistake(wrong, facts, evidence=evidence, stack=code_lines(lines)))
         return
 
 
 def _ends_at(function: Callable[..., Any], limit: int) -> bool:
     """Whether a table of the code ends there, which makes the number its greatest length; a layer's weight is none."""
     children = function.modules() if isinstance(function, nn.Module) else ()
-    own = [m for m in children if isinstance(m, nn.Embedding) or not type(m).__module__.startswith("torch.")]
+    own = (*_own_modules(function), *(child for child in children if isinstance(child, nn.Embedding)))
     held = [x for m in own for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     return any(limit in tensor.shape for tensor in held)
 

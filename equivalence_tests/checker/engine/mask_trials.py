@@ -18,13 +18,7 @@ from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.situations import (
-    Situation,
-    call_of,
-    new_departures,
-    shifts_scores,
-    situation_of,
-)
+from equivalence_tests.checker.engine.situations import Situation, call_of, new_departures, shifts_scores, situation_of
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
@@ -34,7 +28,7 @@ from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import ask, attempt, switch_off
+from equivalence_tests.checker.reach.state import ask, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of, source_of
@@ -67,11 +61,7 @@ def of_all_masks(masked: Sequence[Situation], report: Report) -> list[Departure]
 
 
 def masked_departures(situation: Situation, report: Report) -> list[Departure]:
-    """Hand a mask over in every form, and judge what it hides.
-
-    Returns:
-        What departs with the mask, beyond what departs without.
-    """
+    """Hand a mask over in every form, and list what departs with it, beyond what departs without."""
     if not situation.plan.mask_parameter:
         return []
     adapted = situation.subject.adapter.call is not None
@@ -84,8 +74,7 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
         found = masks.read(replace(form, held=True) for form in mask_forms())
     sizes, takes_all = situation.trial.sizes, any(form.pattern == "full" for form in masks.taken)
     if found is None and not takes_all and sizes.query_len != sizes.key_len:  # it may take no other masks
-        trial = replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len))
-        even = attempt(partial(situation_of, situation.subject, trial))
+        even = situation.of_length(sizes.query_len)
         if even is not None and not even.blocked:
             return masked_departures(even, report)
     found = masks.nearest() if found is None else found
@@ -240,9 +229,8 @@ class _Masks:
 
     def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
-        torchs = f"{theirs}: True = may not look, or added"
-        if form.pattern == "queries":
-            torchs = "none: what comes out for padding is nobody's"
+        nobodys = "none: what comes out for padding is nobody's" if form.pattern == "queries" else ""
+        torchs = nobodys or f"{theirs}: True = may not look, or added"
         self.report.conventions.append((f"mask ({self.parameter})", str(form), torchs))
 
     def nearest(self) -> list[Departure]:

@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.operands import earlier
-from equivalence_tests.checker.engine.conventions import (
-    CAP,
-    Conventions,
-    Names,
-    is_judged,
-    is_of,
-    modules_around,
-    numbers_of,
-)
+from equivalence_tests.checker.engine.conventions import Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio, near
@@ -93,13 +85,12 @@ class Evidence(Conventions):
     def not_judged(self) -> Iterator[Exercise]:
         """List what one call is no evidence for."""
         if self.judgement.models and not any(model.has_choice for model in self.judgement.models):
-            yield Exercise(
-                "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
-            )
-        for name in waiting_parameters(self.judgement.attention.run, self.module):
+            why = "no query had more than one key to choose from in this call"
+            yield Exercise("scale, mask and softmax", False, why)
+        for name in waiting_parameters(self.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
-        if own is not None and not is_judged(own):
+        if own is not None and not self.is_judged(own):
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
 
@@ -110,7 +101,8 @@ class Evidence(Conventions):
         if departure.stage == "scale":
             return self._of_scale(departure)
         if departure.name == "changed_by_clamp" and departure.stage == "scores" and departure.operation is not None:
-            return self._bounded(departure.operation)
+            bound = departure.operation.argument(2, "max")
+            return self.limit_named("bound", bound) if isinstance(bound, int | float) else ""
         if departure.operation is not None and not self._is_of_this_run(departure.operation):
             return ""
         if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
@@ -121,12 +113,6 @@ class Evidence(Conventions):
         if departure.name == "attention_sink":
             return f"the parameter {self._learnt_shares()[0]} takes a share of every row"
         return "a part of its own normalises each value" if departure.name == "values_normalised" else ""
-
-    def _bounded(self, operation: Operation) -> str:
-        """The setting that is the bound of a clamp."""
-        bound = operation.argument(2, "max")
-        setting = self._setting(bound, CAP.search, own=True) if isinstance(bound, int | float) else ""
-        return f"the bound is what {setting}" if setting else ""
 
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
@@ -145,9 +131,8 @@ class Evidence(Conventions):
     def _is_of_wide_weights(self, departure: Departure) -> bool:
         """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
         operands, taken = self.judgement.first_operands, self._features_taken()
-        if len(operands) != 3 or not all(
-            abs(o.factor * math.sqrt(taken.get(o.role, 0)) - 1) < MEASURED for o in operands
-        ):
+        whole = [o.factor * math.sqrt(taken.get(o.role, 0)) for o in operands]
+        if len(operands) != 3 or not all(abs(factor - 1) < MEASURED for factor in whole):
             return False
         if departure.stage == "scale":
             right = operands[0].factor * operands[1].factor / math.sqrt(departure.facts["width"])
@@ -161,13 +146,9 @@ class Evidence(Conventions):
         """How many features the projections of queries, keys, values and what is averaged take."""
         roles = {operand.role: operand.sources for operand in self.judgement.first_operands}
         own = [s for s in self._names.sources.values() if set(s.parents) & {*self.judgement.attention.context_sources}]
-        made = {
-            role: contraction_of(s.operation)
-            for role, x in {**roles, "output": own}.items()
-            for s in x[:1]
-            if s.operation
-        }
-        return {role: contraction.left.size(-1) for role, contraction in made.items() if contraction is not None}
+        made = {role: sources[0].operation for role, sources in {**roles, "output": own}.items() if sources}
+        read = {role: contraction_of(operation) for role, operation in made.items() if operation is not None}
+        return {role: contraction.left.size(-1) for role, contraction in read.items() if contraction is not None}
 
     def _of_part(self, departure: Departure, operation: Operation) -> str:
         """What a parameter or a part of the module's own does to values or to what is averaged."""
@@ -193,10 +174,10 @@ class Evidence(Conventions):
 
     def _positions_beside(self, operation: Operation) -> str:
         """What is called after positions and gives what is added without any input: a function, a part or a buffer."""
-        graph = self.judgement.attention.run.graph
+        graph = self.run.graph
         for slot, bits in self._names.beside(operation):
             held = self.recorder.named(bits)
-            made = graph.ancestors(slot, operation.index, lambda maker: maker.inputs)
+            made = graph.ancestors(slot, operation.index)
             names = [name for one in made for name in (one.place, *(function for _, _, function in one.frames))]
             called = filter(POSITIONAL.search, [*(name.removeprefix("buffer:") for name in held), *names])
             if all(name.startswith("buffer:") for name in held) and (found := next(called, "")):
@@ -235,7 +216,7 @@ class Evidence(Conventions):
             rest = functools.reduce(operator.or_, (*operation.origins[:place], *operation.origins[place + 1 :]), 0)
             names = [] if own else self.recorder.parameters(bits & ~rest) or self.recorder.parameters(bits)
             if names:
-                return names[-1], next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
+                return names[-1], next(strange_operations(self.run, slot, operation.index), None)
         return None
 
     def _own_parameters(self, operation: Operation) -> list[str]:
@@ -274,8 +255,8 @@ class Evidence(Conventions):
         """The tanh of what attends beside what asks; "" for any other operation."""
         if operation.name != "tanh":
             return ""
-        graph, numbers = self.judgement.attention.run.graph, {*self.judgement.attention.context_sources}
-        before = graph.ancestors(operation.inputs[0], operation.index, lambda made: made.inputs)
+        graph, numbers = self.run.graph, {*self.judgement.attention.context_sources}
+        before = graph.ancestors(operation.inputs[0], operation.index)
         joined = (self._names.before[one.index] for one in before if one.name in JOINS)
         sides = ([is_of(codes, numbers) for codes in taken] for taken in joined)
         return OF_LUONG if any(any(side) and not all(side) for side in sides) else ""
@@ -287,13 +268,12 @@ class Evidence(Conventions):
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
-        run = self.judgement.attention.run
-        values = self.judgement.first_operands[2:]
-        return any(value.change == "normed" and any(map(self._in_a_part, value.steps(run))) for value in values)
+        normed = (value for value in self.judgement.first_operands[2:] if value.change == "normed")
+        return any(self._in_a_part(step) for value in normed for step in value.steps(self.run))
 
     def _scaled_outside(self, operand: Operand) -> Iterator[Operation]:
         """What multiplies all of an operand by one number, and runs in no module inside."""
-        for step in operand.steps(self.judgement.attention.run):
+        for step in operand.steps(self.run):
             taken, given = step[0].inputs[0].value, step[2]
             ratio = constant_ratio(given, taken, SINGLE) if taken.shape == given.shape else None
             if ratio is not None and abs(ratio - 1) > SINGLE and not self._in_a_part(step):
@@ -306,12 +286,10 @@ class Evidence(Conventions):
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
         operands = (o for o in self.judgement.first_operands[:2] if o.role == departure.facts["what"])
-        for step in (step for operand in operands for step in operand.steps(self.judgement.attention.run)):
-            own = [name for bits in step[0].origins for name in self.recorder.named(bits)]
-            held = any(name.startswith(("buffer:", "param:")) for name in own)
-            if held and step[0].name in MULTIPLIES and self._in_a_part(step):
-                return True
-        return False
+        steps = (step for operand in operands for step in operand.steps(self.run))
+        inside = (step[0] for step in steps if step[0].name in MULTIPLIES and self._in_a_part(step))
+        names = (name for one in inside for bits in one.origins for name in self.recorder.named(bits))
+        return any(name.startswith(("buffer:", "param:")) for name in names)
 
     def _of_scale(self, departure: Departure) -> str:
         own = departure.name == "scale_wrong" and not departure.facts["of_a_size"]
@@ -322,7 +300,7 @@ class Evidence(Conventions):
         for operands in self.judgement.operands:
             if self._needs_no_scale(departure, operands[:2]):
                 return "queries and keys are normalised, with gains that are learnt"
-            sources, run = [(o, o.sources[0]) for o in operands[:2] if o.sources], self.judgement.attention.run
+            sources, run = [(o, o.sources[0]) for o in operands[:2] if o.sources], self.run
             for before in (earlier(run, operand, source, ("gain",)) for operand, source in sources):
                 if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
@@ -388,16 +366,15 @@ class Evidence(Conventions):
 
     def _takes_tables(self, operand: Operand) -> bool:
         """Whether the tables of a rotation are handed over, so that another's code makes their scale."""
-        steps = (operation for operation, _, _ in operand.steps(self.judgement.attention.run))
-        sides = (
-            self.recorder.named(bits) for operation in steps if operation.name == "mul" for bits in operation.origins
-        )
+        steps = (operation for operation, _, _ in operand.steps(self.run))
+        origins = (bits for operation in steps if operation.name == "mul" for bits in operation.origins)
+        sides = map(self.recorder.named, origins)
         return any(names and all(name.startswith("arg:") for name in names) for names in sides)
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""
         scale = operand.factor
-        for operation, _, value in operand.steps(self.judgement.attention.run):
+        for operation, _, value in operand.steps(self.run):
             if operation.inputs[0].value.shape == value.shape:
                 scale /= constant_ratio(value, operation.inputs[0].value, SINGLE) or 1.0
         return scale

@@ -1,7 +1,7 @@
 """Names for what products, sums and pools give: where tokens meet a weight, one another, or weights meet values."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.channels import Exchange, Key, by_features, exchanged, features_of_rows, key_of
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
+    SPAN,
     UNKNOWN,
     Contraction,
     coded,
@@ -17,7 +18,6 @@ from equivalence_tests.checker.engine.codes import (
     known,
     place_or_first,
     retagged,
-    score_codes,
     source_of,
     sources_in,
     token_of,
@@ -36,19 +36,16 @@ class Meetings:
     """Names what products give: of tokens and a weight, of queries and keys, and of attention weights and values."""
 
     def __init__(
-        self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor], exchanges: dict[Key, Exchange]
+        self, recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor], exchanges: dict[Key, Exchange]
     ) -> None:
         self.found = Identities(recorder.operations)
         self.exchanges = exchanges  # where features attend to features
         self.codes: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
         self.data = {storage_of(tensor) for tensor in data}
-        self.weights = {
-            slot.key
-            for name, slot in zip(recorder.names, recorder.given, strict=False)
-            if name.startswith(("param:", "buffer:"))
-        }
-        self.patched: dict[int, Tensor] = {}
+        given = zip(recorder.names, recorder.given, strict=False)
+        self.weights = {slot.key for name, slot in given if name.startswith(("param:", "buffer:"))}
+        self.patched: Mapping[int, Tensor] = {}
         self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
         self.parameters, self.arguments = (
             sum(1 << i for i, name in enumerate(recorder.names) if name.startswith(kind)) for kind in ("param:", "arg:")
@@ -138,7 +135,7 @@ class Meetings:
             self.tokens += tokens.numel()
         feature = column[:, None, :] + parts[:, :, None] * (int(column.max()) + 1)
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
-        names = contraction.scattered(names) + float(FEATURES) * FEATURES
+        names = contraction.scattered(names) + SPAN
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
     def _numbered_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
@@ -271,7 +268,8 @@ class Meetings:
                 return None
             product.trouble = "one score is made of several tokens"
         slot = product.operation.outputs[0]
-        product.source = self._new("score", product.operation, slot, score_codes(1, tuple(slot.value.shape)))
+        by_place = torch.arange(slot.value.numel(), dtype=torch.float64).view(slot.value.shape) + SPAN
+        product.source = self._new("score", product.operation, slot, by_place)
         product.channels = len(product.right[0]) if self.found.is_exchanged(product.left) else 0
         self.found.products.append(product)
         return product.source.codes
@@ -296,7 +294,7 @@ class Meetings:
         if read is None:
             return None
         names, key = read
-        shaped = context.contraction.scattered(names) + float(FEATURES) * FEATURES
+        shaped = context.contraction.scattered(names) + SPAN
         if key not in self.contexts:
             self.contexts[key] = self._new("context", context.operation, context.operation.outputs[0], shaped)
         context.source = self.contexts[key]
@@ -309,10 +307,10 @@ class Meetings:
         """Name the average: the query's token, and the feature of the value, counted on from head to head."""
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
-        product = found[0] if len(found) == 1 else None
         columns = features_of_rows(unified(context.values))  # none where one column holds several features
-        if product is None or columns is None:
+        if len(found) != 1 or columns is None:
             return None
+        product = found[0]
         if self._sums_over_rows(product, context):
             product.turn()
         table, weights = product.table, context.weights
@@ -336,11 +334,10 @@ class Meetings:
 
     def _weighed_with(self, product: Product) -> tuple[int, ...]:
         """The sources of all scores that share a softmax with this product's; empty where it has one to itself."""
-        number = product.source.number if product.source is not None else -1
         pairs = zip(self.found.operations, self.found.after, strict=False)  # as far as it is named
-        given = (after[0] for operation, after in pairs if operation.name in SOFTMAXES)
-        sets = (sources_in(codes) for codes in given if codes is not None and not codes.is_complex())
-        return next((tuple(numbers) for numbers in sets if number in numbers and len(numbers) > 1), ())
+        given = (sources_in(after[0]) for operation, after in pairs if operation.name in SOFTMAXES)
+        shared = (tuple(numbers) for numbers in given if len(numbers) > 1)
+        return next((numbers for numbers in shared if product.source and product.source.number in numbers), ())
 
     def _exchanged_back(self, product: Product, context: Context) -> Tensor:
         """Name the average of an attention over channels: the tokens of the values, and the features of the queries."""

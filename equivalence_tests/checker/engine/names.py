@@ -25,51 +25,31 @@ from equivalence_tests.checker.reach.tracing import tensors_of
 
 @dataclass(eq=False)
 class Source:
-    """Where names come from.
-
-    Args:
-        number: Its own.
-        kind: "input", "projection", "added", "gain", "normed", "gated", "pooled", "given", "score" or "context".
-        operation: What made it; None for what was given to the run.
-        slot: The tensor that carries its names first.
-        codes: Those names.
-        parents: The sources that it was made from.
-        others: Further tensors that carry names of the same source, with these.
-        plain: Its names before tokens and features exchanged their roles; None where they did not.
-    """
+    """Where names come from."""
 
     number: int
-    kind: str
-    operation: Operation | None
-    slot: Slot
-    codes: Tensor
-    parents: tuple[int, ...] = ()
+    kind: str  # "input", "projection", "added", "gain", "normed", "gated", "pooled", "given", "score" or "context"
+    operation: Operation | None  # what made it; None for what was given to the run
+    slot: Slot  # the tensor that carries its names first
+    codes: Tensor  # those names
+    parents: tuple[int, ...] = ()  # the sources that it was made from
+    # Further tensors that carry names of the same source, with these names.
     others: list[tuple[Tensor, Slot]] = field(default_factory=list)
-    plain: Tensor | None = None
+    plain: Tensor | None = None  # its names before tokens and features exchanged their roles; None where they did not
 
 
 @dataclass(eq=False)
 class Product:
-    """A product of two activations: rows times columns.
-
-    Args:
-        operation: That gives the result.
-        contraction: How.
-        left: Names on the left, (n, i, d).
-        right: Names on the right, (n, j, d).
-        source: The names of its result; None if it cannot be read.
-        trouble: Why it cannot be read.
-        channels: Of how many features of a head each one attends to, where these attend to one another; else 0.
-        width: By whose root the scores should be divided: of what is summed, or of channels where it is theirs.
-    """
+    """A product of two activations: rows times columns."""
 
     operation: Operation
     contraction: Contraction
-    left: Tensor
-    right: Tensor
-    source: Source | None = None
-    trouble: str = ""
-    channels: int = 0
+    left: Tensor  # names on the left, (n, i, d)
+    right: Tensor  # names on the right, (n, j, d)
+    source: Source | None = None  # the names of its result; None if it cannot be read
+    trouble: str = ""  # why it cannot be read
+    channels: int = 0  # of how many features of a head each one attends to, where these attend to one another; else 0
+    # By whose root the scores should be divided: of what is summed, or of channels where it is theirs.
     width: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,12 +74,9 @@ class Product:
 
 @dataclass(eq=False)
 class Context(Product):
-    """A product of what came from scores, on the left, with values.
+    """A product of what came from scores, on the left, with values."""
 
-    Args:
-        codes: The names of the result: of one source for all products of the same queries and values.
-    """
-
+    # The names of the result: of one source for all products of the same queries and values.
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
@@ -120,51 +97,28 @@ class Context(Product):
 
 @dataclass(eq=False)
 class Identities:
-    """All names of one run.
-
-    Args:
-        operations: The run.
-        sources: By number.
-        products: Of two activations, none of which comes from scores.
-        contexts: Of what comes from scores with another activation.
-        across: Products that sum over tokens, each of one feature.
-        before: For each operation, the names of its inputs.
-        after: For each operation, the names of its outputs.
-    """
+    """All names of one run."""
 
     operations: list[Operation]
-    sources: dict[int, Source] = field(default_factory=dict)
-    products: list[Product] = field(default_factory=list)
-    contexts: list[Context] = field(default_factory=list)
-    across: list[Product] = field(default_factory=list)
-    before: list[list[Tensor | None]] = field(default_factory=list)
-    after: list[list[Tensor | None]] = field(default_factory=list)
-
-    @cached_property
-    def graph(self) -> Graph:
-        """Who made and used what in the run."""
-        return Graph(self.operations)
+    sources: dict[int, Source] = field(default_factory=dict)  # by number
+    products: list[Product] = field(default_factory=list)  # of two activations, none of which comes from scores
+    contexts: list[Context] = field(default_factory=list)  # of what comes from scores with another activation
+    across: list[Product] = field(default_factory=list)  # products that sum over tokens, each of one feature
+    before: list[list[Tensor | None]] = field(default_factory=list)  # for each operation, the names of its inputs
+    after: list[list[Tensor | None]] = field(default_factory=list)  # for each operation, the names of its outputs
 
     @cached_property
     def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
         """What each operation gives that has names, with the sources that these come from."""
-        return [
-            (frozenset(sources_in(codes)), operation, codes, slot)
-            for operation, names in zip(self.operations, self.after, strict=True)
-            for slot, codes in zip(operation.outputs, names, strict=False)
-            if codes is not None and not codes.is_complex()
-        ]
+        pairs = zip(self.operations, self.after, strict=True)
+        given = ((op, *pair) for op, names in pairs for pair in zip(op.outputs, names, strict=False))
+        real = ((op, slot, codes) for op, slot, codes in given if codes is not None and not codes.is_complex())
+        return [(frozenset(sources_in(codes)), op, codes, slot) for op, slot, codes in real]
 
     def carrying(
         self, numbers: Iterable[int], after: int = -1, before: int | None = None
     ) -> Iterator[tuple[Operation, Tensor, Tensor]]:
-        """List the operations whose results carry names of some sources, with the names and the numbers.
-
-        Args:
-            numbers: The sources.
-            after: The last operation that is not listed yet.
-            before: The first one that is not listed any more; None for the end of the run.
-        """
+        """List the operations between two others whose results carry names of some sources, with names and numbers."""
         wanted, end = set(numbers), len(self.operations) if before is None else before
         for sources, operation, codes, slot in self._given:
             if after < operation.index < end and not wanted.isdisjoint(sources):
@@ -198,12 +152,7 @@ class Identities:
         return [(slot, bits) for slot, bits, codes in found if codes is None]
 
     def made_of(self, numbers: Iterable[int], beyond: bool = False) -> list[Source]:
-        """List sources and what they were made of, the last first.
-
-        Args:
-            numbers: The sources.
-            beyond: Whether what weights made is followed further than to these.
-        """
+        """List sources and what they were made of, the last first; as far as to projections, or beyond."""
         found: dict[int, Source] = {}
         left = list(numbers)
         while left:
@@ -234,13 +183,8 @@ class ScoreTable:
         self.token_of_row, self.head_of_row = pairs % most, pairs // most
         self.row, self.query, self.head = (flat(x[:, :, None]) for x in (row, query, head))
         self.key, self.key_head = (flat(x[:, None, :]) for x in (key, key_head))
-        self.rank_query, self.rank_key = flat(_ranks_within(head)[:, :, None]), flat(torch.arange(shape[-1]))
-
-
-def _ranks_within(head: Tensor) -> Tensor:
-    """(n, i): how many rows of the same head stand before, in the same slice."""
-    same = head[:, :, None] == head[:, None, :]
-    return same.tril(-1).sum(-1)
+        same = head[:, :, None] == head[:, None, :]  # rows of one slice, (n, i, i)
+        self.rank_query, self.rank_key = flat(same.tril(-1).sum(-1)[:, :, None]), flat(torch.arange(shape[-1]))
 
 
 def _places_of_heads(sets: Tensor, head: Tensor) -> Tensor:
@@ -267,17 +211,11 @@ def numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class Run:
-    """One recorded run with the names of its elements.
-
-    Args:
-        recorder: Holds the operations.
-        names: Their names.
-        output: What the call gave back.
-    """
+    """One recorded run with the names of its elements."""
 
     recorder: Recorder
     names: Identities
-    output: object = None
+    output: object = None  # what the call gave back
 
     @property
     def operations(self) -> list[Operation]:
@@ -290,10 +228,9 @@ class Run:
         return Graph(self.operations)
 
     def live(self, outputs: Iterable[Tensor] | None = None) -> set[int]:
-        """Give the indices of the operations on which what comes back depends; all where nothing does.
+        """Give the indices of the operations on which some outputs depend; all where nothing comes back.
 
-        Args:
-            outputs: What of it; None for all, and for all that the module gave whose call made it.
+        Without outputs, these are all that comes back, and all that the module gave whose call made it.
         """
         whole = (x for call in self.recorder.calls if not call.path for x in call.outputs)
         tensors = [*tensors_of(self.output), *whole] if outputs is None else list(outputs)
@@ -302,15 +239,10 @@ class Run:
 
 @dataclass(eq=False)
 class Part:
-    """A product of queries and keys with the products of its weights and values.
+    """A product of queries and keys with the products of its weights and values."""
 
-    Args:
-        product: Queries times keys.
-        contexts: Weights times values.
-    """
-
-    product: Product
-    contexts: list[Context]
+    product: Product  # queries times keys
+    contexts: list[Context]  # weights times values; at least one
 
     @property
     def table(self) -> ScoreTable:
@@ -332,11 +264,9 @@ class Part:
     @property
     def sides(self) -> dict[str, tuple[Tensor, Operation]]:
         """Queries, keys and values by their roles: their names, and the product that takes them."""
-        product = self.product
+        product, context = self.product, self.contexts[0]
         sides = {"query": (product.left, product.operation), "key": (product.right, product.operation)}
-        if self.contexts:
-            sides["value"] = self.contexts[0].values, self.contexts[0].operation
-        return sides
+        return sides | {"value": (context.values, context.operation)}
 
     def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
         """List the operations from its product to the last one with values: names and numbers of what they give."""
@@ -350,19 +280,12 @@ class Part:
 
 @dataclass(eq=False)
 class Attention:
-    """One attention: all parts whose contexts end in one tensor.
-
-    Args:
-        run: Where it was seen.
-        parts: One, or one for each head, tile or chunk.
-        end: The last operation that carries its contexts.
-        names: The names of what that gives.
-    """
+    """One attention: all parts whose contexts end in one tensor."""
 
     run: Run
-    parts: list[Part]
-    end: Operation
-    names: Tensor | None = None
+    parts: list[Part]  # one, or one for each head, tile or chunk
+    end: Operation  # the last operation that carries its contexts
+    names: Tensor | None = None  # the names of what that gives
 
     @property
     def first(self) -> Operation:
@@ -402,13 +325,7 @@ class Attention:
 
 
 def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor] | None = None) -> Tensor:
-    """Give the numbers that sources have under these names; NaN where they have none.
-
-    Args:
-        sources: Where the names come from.
-        codes: Names.
-        values: The numbers of each source; None for those of the run.
-    """
+    """Give the numbers that sources have under these names, in the run or as given; NaN where they have none."""
     sources = list(sources)
     held = [(codes, slot.value) for s in sources for codes, slot in ((s.codes, s.slot), *s.others)]
     held += [(s.plain, s.slot.value) for s in sources if s.plain is not None]

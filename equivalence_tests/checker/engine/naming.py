@@ -47,7 +47,7 @@ def _built_in_call(departure: Departure) -> Frames:
     operation, graph = departure.operation, departure.seen_in[0].run.graph if departure.seen_in is not None else None
     if operation is None or graph is None or operation not in graph.operations:
         return ()
-    given = (graph.ancestors(slot, operation.index, lambda maker: maker.inputs) for slot in operation.inputs)
+    given = (graph.ancestors(slot, operation.index) for slot in operation.inputs)
     makers = (one for ancestors in given for one in ancestors if one.name in ("tril", "triu"))
     wrong = (one.frames[:1] for one in makers if triangle_of(one.outputs[0].value) in OFF_BY_ONE)
     return next((frames for frames in wrong if frames != departure.lines[:1]), ())

@@ -178,11 +178,8 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
     if run is None:
         return []
     idle = torch.equal(*(next(tensors_in((one.output,))) for one in (run, situation.found.run)))
-    if (
-        idle
-        and not situation.found.patches
-        and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
-    ):
+    drops = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+    if idle and drops and not situation.found.patches:
         report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
     if (overwritten := _overwritten(situation, run)) is not None:
         return [overwritten]
@@ -193,25 +190,22 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
 
 def _overwritten(situation: Situation, run: Run) -> Departure | None:
     """What writes over a tensor that gradients need, where the call runs and they cannot be computed."""
-    trial, module, said = situation.trial, situation.subject.module, ""
+    trial, module = situation.trial, situation.subject.module
     assert module is not None  # it is in training
+    learnt = list(module.parameters())
     module.train()
-    try:
-        with torch.enable_grad():
-            torch.autograd.grad(trial.output(trial.inputs()).sum(), list(module.parameters()), allow_unused=True)
-    except RuntimeError as error:
-        said = str(error)
-    finally:
-        module.eval()
-    if "modified by an inplace operation" not in said:
+    with torch.enable_grad():
+        answer = ask(lambda: torch.autograd.grad(trial.output(trial.inputs()).sum(), learnt, allow_unused=True))
+    module.eval()
+    raised = str(answer.error)
+    if "modified by an inplace operation" not in raised:
         return None
-    needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", said)
+    needed = re.search(r"output \d+ of ([A-Za-z]+?)(Backward\d*)?,", raised)
     made = [op for op in run.operations if needed and op.name.replace("_", "") == needed[1].lower()]
     memory = {storage_of(slot.tensor): op.index for op in made for slot in op.outputs}
-    writes = [
-        op for op in run.operations if op.inplace and op.index > memory.get(storage_of(op.outputs[0].tensor), 1e9)
-    ]
-    claim = f"In training, backward raises: {said.partition(':')[0]}."
+    inplace = ((op, memory.get(storage_of(op.outputs[0].tensor))) for op in run.operations if op.inplace)
+    writes = [op for op, index in inplace if index is not None and op.index > index]
+    claim = f"In training, backward raises: {raised.partition(':')[0]}."
     return Departure("gradients_fail", "dropout", writes[0] if writes else None, {"claim": claim})
 
 
@@ -220,7 +214,7 @@ def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
     weighing = [op for op, *_ in trained.names.carrying([number]) if op.name in WEIGHS]
     weighed = min((op.index for op in weighing), default=0)
     for operation, kept, count in _dropping(evaluated, trained, [number]):
-        made = (trained.graph.ancestors(op.inputs[0], op.index, lambda maker: maker.inputs) for op in weighing)
+        made = (trained.graph.ancestors(op.inputs[0], op.index) for op in weighing)
         if "dropout" in operation.name and any(operation in before for before in made):
             claim = f"In training, {count - len(kept)} of {count} scores became 0 here, before the softmax."
             return Departure("dropout_on_scores", "dropout", operation, {"claim": claim})
@@ -233,12 +227,9 @@ def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
 
 def _is_scaled_later(run: Run, number: int, before: Operation) -> bool:
     """Whether one number multiplies all weights after an operation."""
-    for operation, _, after in run.names.carrying([number], before.index):
-        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
-        ratio = constant_ratio(after, next(taken, after))
-        if operation.name in MULTIPLIES and ratio is not None and abs(ratio - 1) > MEASURED:
-            return True
-    return False
+    steps = (one for one in _changes(run, [number], before.index) if one[0].name in MULTIPLIES)
+    ratios = (constant_ratio(given, taken) for _, taken, given in steps)
+    return any(ratio is not None and abs(ratio - 1) > MEASURED for ratio in ratios)
 
 
 def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Iterator[Departure]:
@@ -265,10 +256,15 @@ def _dropping(evaluated: Run, trained: Run, numbers: Collection[int]) -> Iterato
     yield from (one for one in _zeroing(trained, numbers) if one[0].frames not in hidden)
 
 
+def _changes(run: Run, numbers: Collection[int], after: int = -1) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+    """List what happens to elements of these sources: each operation, with the numbers that it takes and gives."""
+    for operation, _, given in run.names.carrying(numbers, after):
+        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == given.shape)
+        yield operation, next(taken, given), given
+
+
 def _zeroing(run: Run, numbers: Collection[int]) -> Iterator[tuple[Operation, Tensor, int]]:
-    for operation, _, after in run.names.carrying(numbers):
-        taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
-        before = next(taken, after)
+    for operation, before, after in _changes(run, numbers):
         if operation.name not in CONTRACTIONS and bool(((after == 0) & (before != 0)).any()):
             yield operation, after[after != 0] / before[after != 0], after.numel()
 
@@ -333,10 +329,6 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     Evidence is a switch that is on, a triangle that the instance keeps or that forward makes, or the name of the class.
     A switch that is off leaves the causal mask to the caller, and so does a mask argument, unless a triangle that is
     kept takes part without it.
-
-    Args:
-        module: The module; that it is not causal is known.
-        call: Calls it.
     """
     kept, ran = _triangles(module), operations_of(call)
     taken = {storage_of(slot.tensor) for operation in ran for slot in operation.inputs}

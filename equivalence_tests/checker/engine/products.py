@@ -11,15 +11,11 @@ from equivalence_tests.checker.engine.watching import Operation, letters_of
 
 
 def contraction_of(operation: Operation) -> Contraction | None:
-    """Read a product.
-
-    Returns:
-        None for what is no product of two tensors, or one that is not read.
-    """
+    """Read a product; None for what is no product of two tensors, or one that is not read."""
     name = operation.name
     if len(operation.inputs) < 2:
         return None
-    first, second = (_places(slot.value) for slot in operation.inputs[:2])
+    first, second = (torch.arange(x.value.numel()).view(x.value.shape) for x in operation.inputs[:2])
     if name in ("matmul", "bmm", "mm", "mv", "dot"):
         return _matmul(first, second)
     if name == "linear":
@@ -32,10 +28,6 @@ def contraction_of(operation: Operation) -> Contraction | None:
     return _einsum(equation, first, second) if isinstance(equation, str) else None
 
 
-def _places(x: Tensor) -> Tensor:
-    return torch.arange(x.numel()).view(x.shape)
-
-
 def _matmul(first: Tensor, second: Tensor) -> Contraction | None:
     """Read first @ second; None where the second is no matrix."""
     if first.dim() < 1 or second.dim() < 2:
@@ -46,12 +38,7 @@ def _matmul(first: Tensor, second: Tensor) -> Contraction | None:
 
 
 def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
-    """Read a sum over letters; None where an operand repeats a letter.
-
-    Args:
-        equation: As torch.einsum has it.
-        first: The places of the operand before the comma in its memory.
-        second: Those of the operand behind it.
+    """Read a sum over letters, of which the operands are given as the places in their memory; None where one repeats.
 
     >>> found = _einsum("qd,kd", torch.zeros(2, 5).long(), torch.zeros(3, 5).long())
     >>> found.shape, found.left.shape, found.right.shape
@@ -75,14 +62,8 @@ def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
 
     shape = tuple(sizes[x] for x in given)
     out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
-    return Contraction(
-        laid(first, one, rows),
-        laid(second, two, columns),
-        out.reshape(count[0], count[1], count[2]),
-        (0, 1),
-        shape,
-        apart,
-    )
+    left, right = laid(first, one, rows), laid(second, two, columns)
+    return Contraction(left, right, out.reshape(count[:3]), (0, 1), shape, apart)
 
 
 def _repeated(places: Tensor, letters: str, order: list[str], sizes: dict[str, int]) -> Tensor:

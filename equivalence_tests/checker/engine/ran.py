@@ -26,12 +26,7 @@ def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
 
 
 def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) -> Recorder:
-    """Record a call that is known to run, keeping of each operation's stack the frames inside this call.
-
-    Args:
-        call: Runs the code.
-        named: The tensors that it is given, by name.
-    """
+    """Record a call that is known to run, keeping of each operation's stack the frames inside this call."""
     outside, recorder = frames_here(), Recorder(named)
     with torch.no_grad(), recorder:
         call()
@@ -48,15 +43,9 @@ def unused_fill(operations: Sequence[Operation]) -> Operation | None:
 
 
 def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
-    """Give the stack of the first operation that ran under one of some names, the innermost frame first.
+    """Give the stack of the first operation with one of some names, by preference, such as "softmax, exp"; () for none.
 
-    Args:
-        ran: Names of operations by preference, such as "softmax, exp"; "last mul" is the last of that name, and
-            "end" the outermost line of the last operation.
-        operations: Those that ran.
-
-    Returns:
-        An empty tuple where none of them ran.
+    "last mul" is the last of that name, and "end" the outermost line of the last operation.
     """
     for wanted in ran.split(", "):
         if wanted == "end":
@@ -95,39 +84,33 @@ def drops(operation: Operation) -> bool:
 
 def drawn_in(operations: Iterable[Operation]) -> list[Exercise]:
     """List the lines that draw random numbers in eval mode: with others, the code may do something else."""
-    drew = [code_lines(one.frames)[-1] for one in operations if one.name in DRAWS and one.frames]
-    found = {line.number: line for line in drew}
-    said = "`{}` draws them in eval mode, too"
-    return [Exercise(f"other random numbers in line {n}", False, said.format(x.text)) for n, x in found.items()]
+    drew = (one for one in operations if one.name in DRAWS and one.frames)
+    return _not_run("other random numbers in line {}", "`{}` draws them in eval mode, too", drew)
 
 
 def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
     """List the lines that cut features off at a bound which none of them reached; tiny and huge ones guard rounding."""
-    lines = dict[int, str]()
-    reached = set[int]()
+    bounded = list[Operation]()
     for one in operations:
         args, kwargs = one.arguments if one.name in CLAMPS else ([], {})
         numbers = [abs(x) for x in (*args, *kwargs.values()) if isinstance(x, int | float)]
         if any(GUARDS[0] < x < GUARDS[1] for x in numbers) and one.frames and one.inputs[0].value.dim() > 2:
-            line = code_lines(one.frames)[-1]
-            lines[line.number] = line.text
-            reached |= set() if torch.equal(one.inputs[0].value, one.outputs[0].value) else {line.number}
-    never = {number: text for number, text in lines.items() if number not in reached}
-    return [Exercise(f"the bound in line {n}", False, f"`{text}` cut nothing off") for n, text in never.items()]
+            bounded.append(one)
+    reached = {one.frames[0] for one in bounded if not torch.equal(one.inputs[0].value, one.outputs[0].value)}
+    never = (one for one in bounded if one.frames[0] not in reached)
+    return _not_run("the bound in line {}", "`{}` cut nothing off", never)
 
 
 def never_hid(recorder: Recorder, ids: set[str]) -> list[Exercise]:
-    """List the lines that hide keys by what ids alone say, where these say it of none.
+    """List the lines that hide keys by what ids alone say, where these say it of none; ``ids`` as they are recorded."""
+    fills = (one for one in recorder.operations if one.name in FILLS and one.frames)
+    taken = ((one, *pair) for one in fills for pair in zip(one.inputs, one.origins, strict=True))
+    idle = ((one, bits) for one, slot, bits in taken if slot.value.dtype == torch.bool and not bool(slot.value.any()))
+    own = (one for one, bits in idle if bits and ids.issuperset(recorder.named(bits)))
+    return _not_run("the mask in line {}", "`{}` hid nothing", own)
 
-    Args:
-        recorder: A recording of a call.
-        ids: How the ids that it was given are called in it.
-    """
-    lines = dict[int, str]()
-    for one in recorder.operations:
-        for slot, bits in zip(one.inputs, one.origins, strict=True) if one.name in FILLS and one.frames else ():
-            made_of = recorder.named(bits) if slot.value.dtype == torch.bool else []
-            if made_of and ids.issuperset(made_of) and not bool(slot.value.any()):
-                line = code_lines(one.frames)[-1]
-                lines[line.number] = line.text
-    return [Exercise(f"the mask in line {n}", False, f"`{text}` hid nothing") for n, text in lines.items()]
+
+def _not_run(what: str, said: str, operations: Iterable[Operation]) -> list[Exercise]:
+    """List the lines of some operations, each once, as what was not run."""
+    lines = {line.number: line.text for line in (code_lines(one.frames)[-1] for one in operations)}
+    return [Exercise(what.format(number), False, said.format(text)) for number, text in lines.items()]

@@ -18,22 +18,12 @@ from equivalence_tests.checker.reach.state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
 
 Row = tuple[str, str, str]
-LAYOUTS = {
-    "b l e": "(batch, len, features)",
-    "l b e": "(len, batch, features)",
-    "b h l d": "(batch, heads, len, head_dim)",
-    "b l h d": "(batch, len, heads, head_dim)",
-    "l e": "(len, features)",
-    "b e l": "(batch, features, len)",
+AXES = {"b": "batch", "l": "len", "e": "features", "h": "heads", "d": "head_dim", "1": "1"}
+OF_IMAGES = {
     "b e l 1": "(batch, features, height, width)",
-    "b e 1 l": "(batch, features, 1, len)",
-    "b 1 l e": "(batch, 1, len, features)",
     "b l 1 e": "(batch, height, width, features)",
     "b 1 1 l 1 e": "(batch, rows and columns of windows, height and width of each, features)",
     "b e l 1 1": "(batch, features, len, height, width)",
-    "b e": "(batch, features)",
-    "1 b e": "(1, batch, features)",
-    "b 1 e": "(batch, 1, features)",
 }
 WRAPS = {
     ("none", False): "attention alone",
@@ -66,16 +56,20 @@ def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
 
 def laid_out(plan: CallPlan) -> str:
     """Say how tokens are laid out, and what comes back for a query that is one time step."""
-    step = f"; the query {LAYOUTS[plan.step]}, the output {LAYOUTS[plan.returned]}" if plan.step else ""
-    return LAYOUTS[plan.layout] + step
+    step = f"; the query {in_words(plan.step)}, the output {in_words(plan.returned)}" if plan.step else ""
+    return in_words(plan.layout) + step
+
+
+def in_words(layout: str) -> str:
+    """Name the axes of a layout such as "b h l d"."""
+    return OF_IMAGES.get(layout) or f"({', '.join(AXES[axis] for axis in layout.split())})"
 
 
 def _arguments(plan: CallPlan) -> str:
     words = {"input": "query = key = value", "memory": "key = value", "mask?": "mask"}
     words |= {role: role.removeprefix("=") for _, role in plan.roles if role.startswith("=")}
-    return ", ".join(
-        name if words.get(role, role) == name else f"{name}: {words.get(role, role)}" for name, role in plan.roles
-    )
+    pairs = ((name, words.get(role, role)) for name, role in plan.roles)
+    return ", ".join(name if said == name else f"{name}: {said}" for name, said in pairs)
 
 
 def _heads(judgement: Judgement) -> Row:
@@ -100,12 +94,10 @@ def _weights(judgement: Judgement) -> Iterator[Row]:
     distinct = list(dict.fromkeys(names.values()))
     if any(distinct):
         packed = f": {_packed(attention, operands)}" if len(distinct) == 1 else " (qkv)" if len(distinct) == 3 else ""
-        yield "projections", ", ".join(name or "none" for name in distinct) + packed, IN_PROJ
+        said = ", ".join(name or "none" for name in distinct) + packed
+        yield "projections", said, "in_proj_weight: rows are [q; k; v]"
     output = output_weight(attention)
     yield "output projection", module_of(output) or "none: the heads side by side come back", "out_proj"
-
-
-IN_PROJ = "in_proj_weight: rows are [q; k; v]"
 
 
 def _packed(attention: Attention, operands: list[Operand]) -> str:

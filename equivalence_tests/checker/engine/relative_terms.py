@@ -6,8 +6,8 @@ the last query meets the first ones, in the order of the keys.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from equivalence_tests.checker.engine.names import Part, Product, Run
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.same import LOOSE, near
-from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVES, MULTIPLIES
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
-from equivalence_tests.checker.reach.state import attempt
 
 LONGER = 3  # by so many tokens, another call
 OF_KEYS = ("keys", "lengths")  # patterns of masks that hide the same keys from all queries
@@ -40,23 +39,14 @@ NO_MASK_HELPS = ". To hide later keys is not enough: in a longer call each dista
 
 @dataclass(eq=False)
 class Term:
-    """What queries say to relative positions, as it is added to the scores of one part.
+    """What queries say to relative positions, as it is added to the scores of one part."""
 
-    Args:
-        part: Whose scores.
-        product: Of queries, on the left, and of the vectors that they meet.
-        laid: Which score each element of what is added belongs to, in its shape.
-        said: Which element of the product is added to each score; -1 for none.
-        way: What lays the product out, the last first.
-        handed: Whether the vectors are made of an argument, whose length may have been guessed.
-    """
-
-    part: Part
-    product: Product
-    laid: Tensor
-    said: Tensor
-    way: list[Operation]
-    handed: bool
+    part: Part  # whose scores
+    product: Product  # of queries, on the left, and of the vectors that they meet
+    laid: Tensor  # which score each element of what is added belongs to, in its shape
+    said: Tensor  # which element of the product is added to each score; -1 for none
+    way: list[Operation]  # lays the product out, the last first
+    handed: bool  # whether the vectors are made of an argument, whose length may have been guessed
 
     @cached_property
     def sayer(self) -> Tensor:
@@ -114,11 +104,7 @@ class Term:
         return (query * vector).sum(-1).masked_fill(self.right[0] < 0, 0.0)[self.laid]
 
     def vectors(self, run: Run) -> Tensor | None:
-        """Those of the distances from 0 on, (keys, heads, features); None where they are handed over.
-
-        Args:
-            run: The run.
-        """
+        """Those of the distances from 0 on, (keys, heads, features); None where they are handed over."""
         if self.right is None or self.handed:
             return None
         own, (query, key, queries, keys) = self.part.table, ranks_of(self.part)
@@ -134,7 +120,7 @@ def of_other_queries(situation: Situation) -> list[Departure]:
     if judgement is None or situation.blocked or not any(_terms(judgement)):
         return []
     if not situation.plan.self_attention and sizes.query_len != sizes.key_len:
-        even = _of_length(situation, sizes.query_len)
+        even = situation.of_length(sizes.query_len)
         return [] if even is None else of_other_queries(even)
     found = (_departure(term, situation) for term in _terms(judgement))
     wrong = [one for one in found if one is not None]
@@ -161,13 +147,6 @@ def _departure(term: Term, situation: Situation) -> Departure | None:
     return Departure("positions_of_another_query", "bias", term.cut, facts, patches, seen_in=(situation.found, 0))
 
 
-def _of_length(situation: Situation, length: int) -> Situation | None:
-    """The same with so many queries and keys; None where it cannot be called so."""
-    sizes = replace(situation.trial.sizes, query_len=length, key_len=length)
-    found = attempt(partial(situation_of, situation.subject, replace(situation.trial, sizes=sizes)))
-    return found and replace(found, understood=situation.understood, other_masks=situation.other_masks)
-
-
 def _may_hide_later(situation: Situation) -> bool:
     """Whether there is a mask that may hide later keys."""
     masked = (one for one in (situation, *situation.other_masks) if one.plan.mask_parameter)
@@ -176,7 +155,7 @@ def _may_hide_later(situation: Situation) -> bool:
 
 def _is_continued(term: Term, situation: Situation) -> bool:
     """Whether distances meet the same vectors in a longer call, as far as that is known."""
-    longer = _of_length(situation, situation.trial.sizes.query_len + LONGER)
+    longer = situation.of_length(situation.trial.sizes.query_len + LONGER)
     other = next(_terms(longer.judgement), None) if longer is not None and longer.judgement is not None else None
     have = term.vectors(situation.found.run)
     want = None if other is None or longer is None else other.vectors(longer.found.run)

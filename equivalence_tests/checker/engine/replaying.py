@@ -11,17 +11,9 @@ from equivalence_tests.checker.reach.tracing import tensors_of
 
 
 def replayed(recorder: Recorder, start: Mapping[int, Tensor], after: int, wanted: Slot, until: int) -> Tensor | None:
-    """Give what a tensor would have been, had others been something else.
+    """Give what a tensor would have been, had others had new numbers; None if it does not depend on these.
 
-    Args:
-        recorder: Holds the run.
-        start: New numbers, by the ids of the tensors that get them.
-        after: The last operation that is not run again.
-        wanted: The tensor that is asked for.
-        until: The last operation that is run again.
-
-    Returns:
-        Its new numbers; None if it does not depend on what was changed.
+    Operations are run again behind the one with the index ``after``, up to the one with the index ``until``.
     """
     replay = _Replay(recorder, start)
     with torch.no_grad():

@@ -21,20 +21,13 @@ from equivalence_tests.checker.reach.state import ask, keeping_state
 
 @dataclass(eq=False)
 class Call:
-    """A function with its arguments, to be run as often as is needed.
-
-    Args:
-        function: What is called.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        module: Holds the parameters; the function itself where it is a module.
-        seeds: Names of the elements of its arguments, by the id of the tensor.
-    """
+    """A function with its arguments, to be run as often as is needed."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    module: nn.Module | None = None
+    module: nn.Module | None = None  # holds the parameters; the function itself where it is a module
+    # Names of the elements of its arguments, by the id of the tensor.
     seeds: Mapping[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,14 +42,9 @@ class Call:
         read: bool = True,
         gradients: bool = False,
     ) -> Run:
-        """Run it once.
+        """Run it once, with patches in the place of operations' results, and give these the ``names``.
 
-        Args:
-            patches: What to put in the place of operations' results.
-            names: The names of what patched operations give.
-            seed: Draws other numbers for the arguments that hold data; None for its own.
-            read: Whether the elements are to be named.
-            gradients: Whether what it gives can be differentiated by the parameters.
+        A ``seed`` draws other numbers for the arguments that hold data; elements are named only to be ``read``.
         """
         args, kwargs, replaced = self.fresh(seed)
         given = [(f"{self._kind(x)}:{name}", x) for name, x in named_tensors(args, kwargs)]
@@ -95,14 +83,9 @@ class Call:
     def fresh(
         self, seed: int | None = None, leaves: Mapping[int, Tensor] | None = None
     ) -> tuple[Any, Any, dict[int, Tensor]]:
-        """Fresh copies of the arguments: the code may write into them.
+        """Copy the arguments, as the code may write into them; each copy is also given by the id of its original.
 
-        Args:
-            seed: Draws other numbers for those that hold data; None for their own.
-            leaves: What to copy in the place of some, with gradients, by the id of the tensor.
-
-        Returns:
-            The arguments, those by name, and each copy by the id of its original.
+        A ``seed`` draws other numbers for those that hold data; ``leaves`` take the place of some, with gradients.
         """
         generator = torch.Generator().manual_seed(seed or 0)
         replaced: dict[int, Tensor] = {}
@@ -113,8 +96,8 @@ class Call:
             if id(x) not in replaced:
                 drawn = seed is not None and is_data(x)
                 leaf = (leaves or {}).get(id(x))
-                copied = _drawn(x, generator) if drawn else x.detach().clone()
-                replaced[id(x)] = copied if leaf is None else leaf * 1
+                copied = torch.randn(x.shape, generator=generator, dtype=torch.float64) if drawn else x.detach()
+                replaced[id(x)] = copied.to(x.dtype, copy=True) if leaf is None else leaf * 1
             return replaced[id(x)]
 
         args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_leaf)
@@ -128,21 +111,14 @@ class Call:
 
 @dataclass(eq=False)
 class Examination:
-    """All judgements of one call.
-
-    Args:
-        call: What was run.
-        run: The last run, with what blocks the reading put right.
-        judgements: One for each attention of that run.
-        departures: What was found in each attention, in the order in which it was found.
-        patches: What had to be put right before the rest could be read.
-    """
+    """All judgements of one call."""
 
     call: Call
-    run: Run
-    judgements: list[Judgement] = field(default_factory=list)
+    run: Run  # the last one, with what blocks the reading put right
+    judgements: list[Judgement] = field(default_factory=list)  # one for each attention of that run
+    # What was found in each attention, in the order in which it was found.
     departures: list[list[Departure]] = field(default_factory=list)
-    patches: dict[int, Patch] = field(default_factory=dict)
+    patches: dict[int, Patch] = field(default_factory=dict)  # what had to be put right before the rest could be read
 
 
 @contextmanager
@@ -175,12 +151,7 @@ def called_by_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def inputs_of(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[tuple[str, Any, Any]]:
-    """List what modules are given in a run: their names, and copies, as a cache is written into later.
-
-    Args:
-        modules: By name.
-        run: Calls them.
-    """
+    """List what modules are given in a run: their names, and copies, as a cache is written into later."""
     found: list[tuple[str, Any, Any]] = []
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -201,15 +172,13 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.enter(path, args, kwargs)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        recorder.leave(output)
-
     with ExitStack() as stack:
         for path, child in module.named_modules() if module is not None else ():
             if not isinstance(child, torch.jit.ScriptModule):
                 hook = partial(enter, path)
                 stack.enter_context(child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-                stack.enter_context(child.register_forward_hook(leave, always_call=True))
+                leave = child.register_forward_hook(lambda _, __, output: recorder.leave(output), always_call=True)
+                stack.enter_context(leave)
         stack.enter_context(called_by_hooks(module) if module is not None else nullcontext())
         yield
 
@@ -229,10 +198,6 @@ def _copied(x: Any) -> Any:
     return x if copied.error is not None else copied.value
 
 
-def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-
-
 def is_data(x: Tensor) -> bool:
     """Whether it looks like data: real numbers that vary, and none that hides something."""
     if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
@@ -246,12 +211,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def in_dtype(given: Any, dtype: torch.dtype | None) -> Any:
-    """Copy the tensors among arguments, the real ones in another precision.
-
-    Args:
-        given: Arguments, nested as they may be.
-        dtype: Of the real ones; None for their own.
-    """
+    """Copy the tensors among arguments, the real ones in another precision, or in their own."""
 
     def converted(x: Tensor) -> Tensor:
         return x.detach().to(dtype if x.is_floating_point() else None, copy=True)

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from equivalence_tests.checker.reach.arguments import ROLES, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout, held_roles
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import source_of
@@ -39,27 +41,18 @@ OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "q
 
 @dataclass(eq=False)
 class Situation:
-    """One way to call the subject, and what was found in the call.
-
-    Args:
-        subject: What is checked.
-        trial: How it is called.
-        inputs: Its inputs.
-        call: The call.
-        found: The attentions of the call, judged.
-        extra: The departures outside the attention itself: inputs, weights, residual.
-        understood: The form of mask that the code reads without a departure; None if no mask was tried.
-        other_masks: The same, called with each of the other masks.
-    """
+    """One way to call the subject, and what was found in the call."""
 
     subject: Subject
-    trial: Trial
+    trial: Trial  # how it is called
     inputs: Inputs
     call: Call
-    found: Examination
+    found: Examination  # the attentions of the call, judged
+    # The departures outside the attention itself: inputs, weights, residual.
     extra: list[Departure] = field(default_factory=list)
+    # The form of mask that the code reads without a departure; None if no mask was tried.
     understood: MaskForm | None = None
-    other_masks: "list[Situation]" = field(default_factory=list)
+    other_masks: "list[Situation]" = field(default_factory=list)  # the same, called with each of the other masks
 
     @property
     def plan(self) -> CallPlan:
@@ -97,6 +90,12 @@ class Situation:
         """Whether something keeps the later stages from being read."""
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
 
+    def of_length(self, length: int) -> "Situation | None":
+        """The same with so many queries and keys; None where it cannot be called so."""
+        sizes = replace(self.trial.sizes, query_len=length, key_len=length)
+        found = attempt(partial(situation_of, self.subject, replace(self.trial, sizes=sizes)))
+        return found and replace(found, understood=self.understood, other_masks=self.other_masks)
+
 
 def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
     """List the ways to call it: those that follow the names of all arguments, or else every one that runs."""
@@ -114,15 +113,12 @@ def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
 
 def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
     """The way to call it with the fewest departures, or the first, if the names say what the arguments mean."""
-    best: Situation | None = None
+    found = list[Situation]()
     for trial in _alternatives(trials) if trials[0].plan.named and subject.module is not None else trials[:6]:
-        situation = situation_of(subject, trial)
-        if best is None or _rank(situation) < _rank(best):
-            best = situation
-        if not any(_rank(situation)):
+        found.append(situation_of(subject, trial))
+        if not any(_rank(found[-1])):
             break
-    assert best is not None  # there is a plan
-    return best
+    return min(found, key=_rank)
 
 
 def _alternatives(trials: list[Trial]) -> list[Trial]:
@@ -190,11 +186,9 @@ def _known_by_its_call(departure: Departure, situation: Situation) -> Departure:
     asks = departure.name == "scale_missing" and situation.plan.step
     if asks and Evidence(judgement, subject.module).may_be_luongs(subject.function):
         return replace(departure, evidence=OF_A_STATE)
-    heads = subject.sizes.num_heads
-    if heads < 2:
-        return departure
-    whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
-    unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
+    heads, facts = subject.sizes.num_heads, departure.facts
+    whole, width = len(judgement.attention.parts[0].table.heads) == 1, facts["width"] // heads
+    unsplit = heads > 1 and whole and width > 1 and abs(facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
 
 
@@ -259,9 +253,5 @@ def new_departures(known_ones: list[Departure], others: list[Departure]) -> list
     """Those of the others that are not known yet: another name, or the same in another line."""
     old = {(d.name, d.lines[:1]) for d in known_ones}
     lines = {d.lines[:1] for d in known_ones if d.lines}
-    fresh = []
-    for departure in others:
-        frames = departure.lines[:1]
-        if (departure.name, frames) not in old and not (frames in lines and departure.stage in ("scores", "operand")):
-            fresh.append(departure)
-    return fresh
+    fresh = (d for d in others if (d.name, d.lines[:1]) not in old)
+    return [d for d in fresh if d.lines[:1] not in lines or d.stage not in ("scores", "operand")]

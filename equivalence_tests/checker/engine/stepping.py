@@ -1,7 +1,7 @@
 """Compare a step of decoding, line by line, with a run over all tokens."""
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,30 +12,21 @@ from equivalence_tests.checker.engine.same import TABLE, near
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import Frames
 
+Lines = dict[tuple[str, Frames], list[Tensor]]  # what the same function gave in the same line, one after another
+
 
 @dataclass(frozen=True)
 class Against:
-    """A run over all tokens, with which a step over only the last of them is compared, line by line.
+    """A run over all tokens, with which a step over only the last of them is compared, line by line."""
 
-    Args:
-        whole: The run over all.
-        new: How many tokens the step is over.
-        total: How many the whole run is over.
-    """
-
-    whole: Recorder
-    new: int
-    total: int
+    whole: Recorder  # the run over all
+    new: int  # how many tokens the step is over
+    total: int  # how many the whole run is over
 
     def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """List the operations of a step that depart where nothing that they take does, and what each should give.
-
-        Args:
-            run: The step.
-            known: The indices of operations that are listed already.
-        """
+        """List what departs in a step, unless it is known or takes what departs, with what it should give."""
         graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
-        lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
+        lines: Lines = defaultdict(list)
         for operation in self.whole.operations:
             lines[operation.name, operation.frames] += [slot.value for slot in operation.outputs[:1]]
         for operation in run.operations:
@@ -49,11 +40,7 @@ class Against:
                     yield operation.index, wanted[0]
 
     def _wanted(
-        self,
-        operation: Operation,
-        lines: Mapping[tuple[str, Frames], list[Tensor]],
-        passed: dict[int, Tensor],
-        before: Collection[int],
+        self, operation: Operation, lines: Lines, passed: dict[int, Tensor], before: Collection[int]
     ) -> list[Tensor]:
         """List what an operation may have to give: what the same line gave in one pass, or else what it takes."""
         if not operation.frames or len(operation.outputs) != 1:

@@ -5,6 +5,8 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, OF_A_SHAPE
 from equivalence_tests.checker.engine.watching import Operation, storage_of
-from equivalence_tests.checker.reach.proposing import code_of, nodes_of, unread_arguments
+from equivalence_tests.checker.reach.proposing import code_of, nodes_of, parsed, unread_arguments
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -63,12 +65,9 @@ def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
 
 def _computed_with(target: type, ran: set[tuple[str, str]]) -> set[str]:
     """The attributes with which these functions of a class compute, or which they hand to others."""
-    try:
-        path, tree = inspect.getsourcefile(target), ast.parse(source_of(target))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and (path, x.name) in ran)
-    parts = [part for function in functions for x in ast.walk(function) for part in _computing(x)]
+    functions = (x for x in parsed(source_of(target)) if isinstance(x, ast.FunctionDef))
+    own = (x for x in functions if (inspect.getsourcefile(target), x.name) in ran)
+    parts = [part for function in own for x in ast.walk(function) for part in _computing(x)]
     return {part.attr for part in parts if isinstance(part, ast.Attribute)}
 
 
@@ -83,11 +82,8 @@ def _computing(node: ast.AST) -> list[ast.expr]:
 
 def _taken_by(run: Run, live: set[int]) -> int:
     """The named tensors that operations take something of, as bits."""
-    bits = 0
-    for operation in run.operations:
-        for origin in operation.origins if operation.index in live and operation.name not in OF_A_SHAPE else ():
-            bits |= origin
-    return bits
+    taking = (one for one in run.operations if one.index in live and one.name not in OF_A_SHAPE)
+    return reduce(or_, (bits for operation in taking for bits in operation.origins), 0)
 
 
 def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:

@@ -15,14 +15,9 @@ OFF_BY_ONE = ("causal_sees_one_ahead", "causal_cannot_see_itself")
 
 
 def pattern_of(sees: Tensor, ahead: Tensor) -> str:
-    """Name what queries see.
+    """Name what queries see: "all", "causal", a known mistake in a causal mask, or "" for another pattern.
 
-    Args:
-        sees: Which keys are seen, bool.
-        ahead: How many tokens after its query each of these keys stands.
-
-    Returns:
-        "all", "causal", a known mistake in a causal mask, or "" for another pattern.
+    ``ahead`` says how many tokens after its query each key stands.
 
     >>> ahead = torch.arange(4) - torch.arange(4)[:, None]
     >>> pattern_of(ahead <= 1, ahead)

@@ -7,6 +7,8 @@ copied only where an operation is about to write into them.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from string import ascii_letters
 from typing import Any
 
@@ -24,24 +26,15 @@ Patch = Callable[["Recorder", "Operation"], Tensor]
 MOST_BYTES = 2 << 30  # recording stops beyond
 
 
-class _Hole:
-    """Stands for a tensor among the arguments of a recorded operation."""
-
-
-HOLE = _Hole()
+HOLE = object()  # stands for a tensor among the arguments of a recorded operation
 
 
 @dataclass(eq=False)
 class Slot:
-    """One tensor at one moment.
+    """One tensor at one moment."""
 
-    Args:
-        tensor: The object itself; while it is kept, its id is its name.
-        value: Its numbers at that moment.
-    """
-
-    tensor: Tensor
-    value: Tensor
+    tensor: Tensor  # the object itself; while it is kept, its id is its name
+    value: Tensor  # its numbers at that moment
 
     @property
     def key(self) -> int:
@@ -51,37 +44,21 @@ class Slot:
 
 @dataclass(eq=False)
 class Operation:
-    """One call of a torch function.
+    """One call of a torch function."""
 
-    Args:
-        index: Its place in the run.
-        name: Of the function, as ``vocabulary.plain`` has it.
-        function: The function.
-        skeleton: Its arguments, flat, with holes where tensors were.
-        spec: How they are nested.
-        inputs: The tensors among them.
-        outputs: The tensors that it gave.
-        frames: The user's lines that led to it, the innermost first.
-        inplace: Whether it writes into its first argument.
-        origins: For each input, the named tensors that it was made from, as bits.
-        patch: What gave the result in its place.
-        place: Path of the innermost module that ran it; "" for the outermost, or where there is none.
-        unasked: Whether it hides the future in a function whose ``is_causal`` is False.
-    """
-
-    index: int
-    name: str
+    index: int  # its place in the run
+    name: str  # of the function, as ``vocabulary.plain`` has it
     function: Callable[..., Any]
-    skeleton: list[Any]
-    spec: TreeSpec
-    inputs: list[Slot]
-    outputs: list[Slot] = field(default_factory=list)
-    frames: Frames = ()
-    inplace: bool = False
-    origins: list[int] = field(default_factory=list)
-    patch: "Patch | None" = None
-    place: str = ""
-    unasked: bool = False
+    skeleton: list[Any]  # its arguments, flat, with holes where tensors were
+    spec: TreeSpec  # how they are nested
+    inputs: list[Slot]  # the tensors among them
+    outputs: list[Slot] = field(default_factory=list)  # the tensors that it gave
+    frames: Frames = ()  # the user's lines that led to it, the innermost first
+    inplace: bool = False  # whether it writes into its first argument
+    origins: list[int] = field(default_factory=list)  # for each input, the named tensors that it was made from, as bits
+    patch: "Patch | None" = None  # what gave the result in its place
+    place: str = ""  # path of the innermost module that ran it; "" for the outermost, or where there is none
+    unasked: bool = False  # whether it hides the future in a function whose ``is_causal`` is False
 
     def call(self, tensors: Iterable[Tensor]) -> Any:
         """Call the function with other tensors in the place of its own."""
@@ -106,25 +83,15 @@ class Operation:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a sub-module.
-
-    Args:
-        path: Of the module.
-        args: What it was given.
-        kwargs: What it was given by name.
-        outputs: The tensors that it gave.
-        first: The index of the first operation inside.
-        end: The index of the first operation behind it.
-        frames: The user's lines that called it, the innermost first.
-    """
+    """One call of a sub-module."""
 
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    first: int
-    outputs: list[Tensor] = field(default_factory=list)
-    end: int = 0
-    frames: Frames = ()
+    first: int  # the index of the first operation inside
+    outputs: list[Tensor] = field(default_factory=list)  # the tensors that it gave
+    end: int = 0  # the index of the first operation behind it
+    frames: Frames = ()  # the user's lines that called it, the innermost first
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -133,11 +100,9 @@ class ModuleCall:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the operations of one run.
+    """Records the operations of one run, with patches in the place of the results of some.
 
-    Args:
-        named: Tensors that are known by a name: parameters, buffers and arguments.
-        patches: What to give in the place of an operation's result, by its index.
+    Known by a name are parameters ("param:..."), buffers ("buffer:...") and arguments ("arg:...").
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]] = (), patches: Mapping[int, Patch] | None = None) -> None:
@@ -183,13 +148,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", type(func).__name__)
-        if name == "__get__":
+        if is_getter := name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name not in GETTERS:
-                return func(*args, **kwargs)
-        elif name in ASKS:
-            return func(*args, **kwargs)
-        if self.overflowed:
+        asks = name not in GETTERS if is_getter else name in ASKS
+        if asks or self.overflowed:
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             return self._opened(func, args, kwargs)
@@ -235,9 +197,8 @@ class Recorder(TorchFunctionMode):
         result = _emptied(name, func(*args, **kwargs, **target))
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
-        origins = 0
-        for bits in operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ():
-            origins |= bits
+        passed_on = operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ()
+        origins = reduce(or_, passed_on, 0)
         for tensor in given:
             place = storage_of(tensor)
             self._origins[place] = self._origins.get(place, 0) | origins if inplace else origins

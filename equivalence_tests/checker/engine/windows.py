@@ -9,21 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Windows:
-    """A token sees those of its own window only.
+    """A token sees those of its own window only."""
 
-    Args:
-        height: Of a window, in tokens.
-        width: The same; 1 in a sequence.
-        down: How far the windows are moved down; the first ones are so much smaller.
-        right: The same, to the right.
-        image: How wide the image is; 1 for a sequence.
-    """
-
-    height: int
-    width: int = 1
-    down: int = 0
-    right: int = 0
-    image: int = 1
+    height: int  # of a window, in tokens
+    width: int = 1  # the same; 1 in a sequence
+    down: int = 0  # how far the windows are moved down; the first ones are so much smaller
+    right: int = 0  # the same, to the right
+    image: int = 1  # how wide the image is; 1 for a sequence
 
     def __str__(self) -> str:
         if self.image == 1:
@@ -32,12 +24,7 @@ class Windows:
         return f"the image is cut into windows of {self.height} x {self.width}{moved}"
 
     def of(self, places: Any, image: Any = None) -> Any:
-        """Number the window of each token.
-
-        Args:
-            places: The numbers of the tokens; written down where they are text.
-            image: How wide the image is, as text.
-        """
+        """Number the window of each token, by the numbers of the tokens; or as text, with the width of the image."""
         if self.image == 1:
             return _cut(places, self.height, self.down)
         image = self.image if image is None else image
@@ -54,14 +41,7 @@ def _cut(places: Any, side: int, moved: int) -> Any:
 
 
 def read_windows(seen: Tensor) -> Windows | None:
-    """Read windows off who sees whom.
-
-    Args:
-        seen: (q, k) bool.
-
-    Returns:
-        None where these are no windows.
-    """
+    """Read windows off who sees whom, (q, k) bool; None where these are no windows."""
     length = min(seen.shape)
     for image in (width for width in range(1, length) if seen.size(1) % width == 0):
         columns = _side(torch.arange(image), seen)
@@ -75,13 +55,8 @@ def read_windows(seen: Tensor) -> Windows | None:
 def sides_of_windows(sees: Tensor, length: int, image: int) -> set[float]:
     """Give what a setting may say of windows into which all samples are cut: their sides, or how much they hold.
 
-    Args:
-        sees: Who sees whom, of the tokens of all samples, bool.
-        length: Of a sample.
-        image: How wide the image is whose rows its tokens are; 1 where they may be a sequence.
-
-    Returns:
-        Nothing where tokens see each other that see others as well.
+    ``sees`` is bool, of the tokens of all samples; the ``image`` is so wide, or 1 for a sequence. Nothing comes back
+    where tokens see each other that see others as well.
 
     >>> two = torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool()
     >>> [sides_of_windows(two, 8, image) for image in (1, 2, 4, 8)]

@@ -12,7 +12,7 @@ from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
-from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
+from equivalence_tests.checker.engine.reading import LENGTH_FIRST, in_words
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.layers.walk import Walk, masks_of
@@ -44,7 +44,7 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
     roles = sorted(role for _, role in ways[0].plan.roles)
-    walk.report.conventions.append((f"{label}: layout", LAYOUTS[ways[0].plan.layout], LENGTH_FIRST))
+    walk.report.conventions.append((f"{label}: layout", in_words(ways[0].plan.layout), LENGTH_FIRST))
     if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
         said = "it attends along the first axis, though others in its file are built with batch_first=True"
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
