@@ -50,26 +50,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Additive:
-    """Writes one way in which the parameters of a module may make additive attention.
-
-    Args:
-        situation: The call.
-        query: Projects the queries.
-        key: Projects the keys.
-        score: Makes one score of what both give.
-    """
+    """Writes one way in which the parameters of a module may make additive attention."""
 
     situation: Situation
     query: Layer
     key: Layer
-    score: Layer
+    score: Layer  # makes one score of what both give
 
     def written(self, form: MaskForm | None = None, weights: bool = False) -> Equivalent:
-        """Write it down, with a mask of some form, and what returns the weights in the place of the output.
-
-        Raises:
-            UnreadError: If it cannot be written.
-        """
+        """Write it down, with a mask of some form, and what returns the weights in the place of the output."""
         signature, module = replace(signature_of(self.situation), form=form), self.situation.subject.module
         assert module is not None  # it has parameters
         arguments = [f"{name}: Tensor" for _, name in signature.arguments]
@@ -93,12 +82,7 @@ class Additive:
 
 
 def hold_additive(report: Report, situation: Situation) -> None:
-    """Compare additive attention with a program of its own layers; the report receives it, and the verdict.
-
-    Args:
-        report: Says that it is additive attention, which stays where no such program agrees.
-        situation: One call of it.
-    """
+    """Compare additive attention with a program of its own layers; a report that says so stays where none agrees."""
     with kept_parameters(situation.subject.module):
         try:
             found = next((one for one in _readings(situation) if _agrees(_compared(one, situation))), None)
@@ -111,10 +95,7 @@ def hold_additive(report: Report, situation: Situation) -> None:
 def hold_option(one: Exercise, report: Report, situation: Situation) -> Exercise:
     """Compare what an option makes additive attention of, and say whether that is a program of its own layers.
 
-    Args:
-        one: What is said of an option; anything else is given back.
-        report: Receives what is intended in the program.
-        situation: A call without the option.
+    What is said of anything else is given back; the report receives what is intended in the program.
     """
     subject, (name, _, value) = situation.subject, one.what.partition("=")
     made = built_alike(type(subject.function), subject, **{name: value}) if one.detail.startswith(IT_IS) else None

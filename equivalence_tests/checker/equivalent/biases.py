@@ -24,23 +24,14 @@ CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees by their distance alone: query - key lies between two numbers.
+    """Which keys a query sees by their distance alone: query - key lies between two numbers."""
 
-    Args:
-        least: Of the distance; 0 hides the future.
-        most: Of the distance; the length of a window. None for any.
-        from_end: Whether the last query stands beside the last key; else the first beside the first.
-        windows: Into which the tokens are cut; None for one of all.
-        not_own: Whether a query does not see the key of its own place.
-        evidence: What says that it is intended, if that is known.
-    """
-
-    least: int | None = None
-    most: int | None = None
-    from_end: bool = False
-    windows: Windows | None = None
-    not_own: bool = False
-    evidence: str = field(default="", compare=False)
+    least: int | None = None  # of the distance; 0 hides the future
+    most: int | None = None  # the length of a window
+    from_end: bool = False  # the last query stands beside the last key; else the first beside the first
+    windows: Windows | None = None  # into which the tokens are cut; None for one of all
+    not_own: bool = False  # whether a query does not see the key of its own place
+    evidence: str = field(default="", compare=False)  # what says that it is intended, if that is known
 
     @property
     def is_everything(self) -> bool:
@@ -57,11 +48,7 @@ class Visible:
         return f"a query sees keys at distances from {self.least} to {self.most} only"
 
     def hidden(self, gap: Tensor) -> Tensor:
-        """Say which distances are hidden.
-
-        Args:
-            gap: query - key, (q, k).
-        """
+        """Say which distances, query - key, (q, k), are hidden."""
         if self.windows is not None:
             return self.windows.hidden(*gap.shape)
         gap = gap + gap.size(1) - gap.size(0) if self.from_end else gap
@@ -72,19 +59,12 @@ class Visible:
 
 @dataclass(frozen=True)
 class Grid:
-    """The places of tokens that are the patches of an image, row after row.
-
-    Args:
-        rows: How many there are.
-        columns: The same.
-        first: How many other tokens stand before them, each at no distance from any.
-        power: Of the norm that is the distance: 2 for Euclid's.
-    """
+    """The places of tokens that are the patches of an image, row after row."""
 
     rows: int
     columns: int
-    first: int = 0
-    power: float = 2.0
+    first: int = 0  # how many other tokens stand before them, each at no distance from any
+    power: float = 2.0  # of the norm that is the distance: 2 for Euclid's
 
     def __str__(self) -> str:
         before = f" behind {self.first} other" if self.first else ""
@@ -106,30 +86,21 @@ class Grid:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores.
-
-    Args:
-        visible: What is hidden by the distance.
-        slopes: What each head subtracts for each step of distance, (h,); None for nothing.
-        grid: In which that distance is; None for that in the row of tokens.
-        learnt: Which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector
-            for each distance; None for none.
-        factor: What these elements are multiplied by.
-        meets: Whether the queries meet them.
-        rows: Which query meets each vector, (q, k), where that of a later key is met by another one; None for its own.
-        given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
-        relative: What queries say to the distance of a key; None for nothing.
-    """
+    """What is added to the scores."""
 
     visible: Visible = Visible()
-    slopes: Tensor | None = None
-    grid: Grid | None = None
+    slopes: Tensor | None = None  # what each head subtracts for each step of distance, (h,); None for nothing
+    grid: Grid | None = None  # in which that distance is; None for that in the row of tokens
+    # which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector for each
+    # distance; None for none
     learnt: Tensor | None = None
-    factor: float = 1.0
-    meets: bool = False
+    factor: float = 1.0  # what these elements are multiplied by
+    meets: bool = False  # whether the queries meet them
+    # which query meets each vector, (q, k), where that of a later key is met by another one; None for its own
     rows: Tensor | None = None
+    # what a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing
     given: Tensor | None = None
-    relative: Relative | None = None
+    relative: Relative | None = None  # what queries say to the distance of a key; None for nothing
 
     def __call__(self, query: Tensor, key_len: int, values: Values) -> Tensor | None:
         """Give what is added for queries (b, h, q, d): (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
@@ -220,11 +191,7 @@ class Bias:
 
 
 def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
-    """Read what is added to the scores.
-
-    Args:
-        reader: Of the operands.
-        lengths: How many queries and keys a sample has.
+    """Read what is added to the scores of so many queries and keys.
 
     Raises:
         UnreadError: If it follows no rule that is known.
@@ -257,11 +224,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
 
 
 def _added(reader: OperandReader, lengths: tuple[int, int]) -> Tensor:
-    """What is added to the scores of each sample and head, -inf where a key is hidden; a constant of a row is left out.
-
-    Raises:
-        UnreadError: If that is not known of all scores.
-    """
+    """What is added to the scores of each sample and head, -inf for hidden keys; a constant of a row is left out."""
     judgement = reader.watched.judgement
     models = dict(zip((part.number for part in judgement.attention.parts), judgement.models, strict=False))
     if any(one.part.number not in models for one in reader.slices):
@@ -345,10 +308,8 @@ def _learnt(
 ) -> tuple[Tensor, float, Tensor | None] | None:
     """Find for each score which parameter elements meet a vector, (h, q, d), their factor, and by which query.
 
-    Skewing leaves later keys the vectors that the next query meets, or none.
-
-    Returns:
-        None if no such elements make the scores; for the queries, None if each is its own.
+    Skewing leaves later keys the vectors that the next query meets, or none. None if no such elements make the scores;
+    for the queries, None if each is its own.
     """
     places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
     rows = torch.arange(lengths[0])[:, None].repeat(1, lengths[1])

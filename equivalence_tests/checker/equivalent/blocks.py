@@ -10,30 +10,17 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 
 @dataclass(frozen=True)
 class Block:
-    """A part of one parameter, as ``Tensor.as_strided`` takes it.
+    """A part of one parameter, as ``Tensor.as_strided`` takes it."""
 
-    Args:
-        name: The parameter; "" for zeros.
-        shape: Of the parameter.
-        size: Of the part.
-        stride: By how many elements of the parameter each axis of the part goes on.
-        offset: Its first element.
-        folded: Whether its last two axes are one of the part, as where the features of heads lie apart.
-    """
-
-    name: str
+    name: str  # the parameter; "" for zeros
     shape: tuple[int, ...]
     size: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # by how many elements of the parameter each axis of the part goes on
     offset: int
-    folded: bool = False
+    folded: bool = False  # whether its last two axes are one of the part, as where the features of heads lie apart
 
     def read(self, state: str) -> str:
-        """Write the expression that takes it out of a state_dict.
-
-        Args:
-            state: What the state_dict is called.
-        """
+        """Write the expression that takes it out of what is called ``state``, a state_dict."""
         if not self.name:
             return f"torch.zeros({', '.join(map(str, self.size))})"
         whole = f'{state}["{self.name}"]'
@@ -56,12 +43,7 @@ class Block:
         )
 
     def write(self, state: str, source: str) -> str:
-        """Write the line that puts it back into a state_dict.
-
-        Args:
-            state: What the state_dict is called.
-            source: The expression of the part.
-        """
+        """Write the line that puts an expression of the part back into a state_dict."""
         if self.folded:
             return f"{replace(self, folded=False).read(state)}.copy_({source}.unflatten(-1, {self.size[-2:]}))"
         return f"{self.read(state)}.copy_({source})"
@@ -72,11 +54,7 @@ class Block:
 
 
 def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
-    """Write places of parameter elements as parts, one after the other along the first axis.
-
-    Args:
-        places: (rows, features), or (rows,); -1 for zeros.
-        parameters: Where they are.
+    """Write places of parameter elements, (rows, features) or (rows,), -1 for zeros, as parts one after the other.
 
     Returns:
         As few parts as there are; None where some place is not an even step from the one before.
@@ -147,13 +125,7 @@ def joined(blocks: list[Block], state: str) -> str:
 
 
 def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
-    """Write the lines that put parts back into a state_dict.
-
-    Args:
-        blocks: The parts.
-        target: What the state_dict is called.
-        source: The expression of the tensor that holds them, one after the other.
-    """
+    """Write the lines that put parts back into a state_dict; the source holds them one after the other."""
     lines, start = [], 0
     for block in blocks:
         rows = "" if len(blocks) == 1 else f"[{start}:{start + block.size[0]}]"
@@ -184,12 +156,7 @@ def index_of(places: Tensor, image: int = 1, width: str = "") -> str:
 def steps_to(places: Tensor, image: int = 1) -> list[int] | None:
     """Find the first place, and the steps by head, query and key, or by head and distance in an image.
 
-    Args:
-        places: (h, q, k); -1 where the score is hidden.
-        image: How wide the image is; 1 for a sequence.
-
-    Returns:
-        None where no such steps lead to all places.
+    None where no such steps lead to all places, (h, q, k), but those of hidden scores, -1.
     """
     heads, queries, keys = places.shape
     line = torch.arange(queries)[:, None], torch.arange(keys)[None]

@@ -99,16 +99,7 @@ def conclude(
     intended: Mapping[str, str],
     proofs: bool = True,
 ) -> None:
-    """Write into a report what departs: the mistakes, with their proofs, and what is intended.
-
-    Args:
-        report: Receives it.
-        found: What was seen in the call.
-        place: Which of its attentions.
-        departures: Of that one, in this call and in others.
-        intended: Findings that are intended, by name, each with the user's reason.
-        proofs: Whether to prove them.
-    """
+    """Write into a report what departs: the mistakes, with their proofs, and what is intended."""
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
     departures = [one if one.evidence else replace(one, evidence=intended.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]

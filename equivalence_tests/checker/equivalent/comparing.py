@@ -23,56 +23,37 @@ Computes = Callable[[dict[str, Tensor], nn.Module | None, Parameters, Tensor | N
 
 @dataclass(frozen=True)
 class Case:
-    """A call that is compared.
+    """A call that is compared."""
 
-    Args:
-        call: With fresh arguments.
-        may_attend: What the mask among them lets each query look at; None where none is handed over.
-        words: What it is, for the user.
-        redrawn: Draws all parameters anew; None keeps them.
-        rows: Which tokens of the output are compared, (batch, query_len) bool; None for all.
-        lengths: How many queries and keys it has, where these are others than those that were read.
-        initial: What the parameters are set to, by name; empty to leave them.
-    """
-
-    call: Call
-    may_attend: Tensor | None
-    words: str
-    redrawn: int | None = None
-    rows: Tensor | None = None
+    call: Call  # with fresh arguments
+    may_attend: Tensor | None  # what the mask among them lets each query look at; None where none is handed over
+    words: str  # what it is, for the user
+    redrawn: int | None = None  # draws all parameters anew; None keeps them
+    rows: Tensor | None = None  # which tokens of the output are compared, (batch, query_len) bool; None for all
+    # how many queries and keys it has, where these are others than those that were read
     lengths: tuple[int, int] | None = None
+    # what the parameters are set to, by name; empty to leave them
     initial: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program is from the user's code in one call.
-
-    Args:
-        case: Which call.
-        what: "output", "gradient of the argument x", "gradient of out.weight", ...
-        size: The greatest difference, relative to the largest value.
-    """
+    """How far a program is from the user's code in one call."""
 
     case: str
-    what: str
-    size: float
+    what: str  # "output", "gradient of the argument x", "gradient of out.weight" and so on
+    size: float  # the greatest difference, relative to the largest value
 
 
 @dataclass
 class Comparison:
-    """How a program compares with the user's code in several calls.
+    """How a program compares with the user's code in several calls."""
 
-    Args:
-        tolerance: What differs by less, relative to the largest value, is rounding.
-        worst: The greatest difference, or the first that is more than rounding.
-        compared: What each call was that could be compared.
-        left_out: The calls that raised something, each with that.
-    """
-
-    tolerance: float
+    tolerance: float  # what differs by less, relative to the largest value, is rounding
+    # the greatest difference, or the first that is more than rounding
     worst: Difference = Difference("", "output", 0.0)
-    compared: list[str] = field(default_factory=list)
+    compared: list[str] = field(default_factory=list)  # what each call was that could be compared
+    # the calls that raised something, each with that
     left_out: list[tuple[Case, Exception]] = field(default_factory=list)
 
     @property
@@ -93,14 +74,7 @@ class Comparison:
 
 
 def compare(program: Callable[[Case], Computes], cases: Iterable[Case], layout: Layout, tolerance: float) -> Comparison:
-    """Compare a program with the user's code, until it differs.
-
-    Args:
-        program: Gives what computes the same as a call.
-        cases: The calls; the parameters that one draws anew stay for the next.
-        layout: Of their arguments and outputs.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-    """
+    """Compare a program with the user's code, until it differs; parameters that a case draws anew stay for the next."""
     found = Comparison(tolerance)
     for case in cases:
         try:

@@ -26,20 +26,13 @@ NOT_TORCHS = "it is not part of torch's program"
 
 @dataclass(frozen=True)
 class Holding:
-    """A program, and how it compares.
-
-    Args:
-        program: The program.
-        parameters: Those of the user's module.
-        steps: What torch's formula does not have.
-        comparison: How it compares with the user's code.
-        left_over: What comes back beside the output and is no part of the program, and whether it is a map of weights.
-    """
+    """A program, and how it compares."""
 
     program: Program
     parameters: Parameters
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # what torch's formula does not have
     comparison: Comparison
+    # what comes back beside the output and is no part of the program, and whether it is a map of weights
     left_over: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -53,13 +46,7 @@ class Holding:
 
 
 def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> None:
-    """Write into a report what a comparison of the whole says.
-
-    Args:
-        report: Receives the verdict.
-        holding: The program, and how it compares.
-        intended: What the user says is intended, by name, each with the reason.
-    """
+    """Write into a report what a comparison of the whole says; the user gives reasons for what is intended, by name."""
     if not holding.agrees:
         differs(report, holding.comparison.worst)
         return
@@ -106,13 +93,7 @@ def accuse_with_proof(report: Report, complete: bool = False) -> None:
 
 
 def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Finding:
-    """Show a finding by the program that gives the same numbers, in which it is a step that nothing explains.
-
-    Args:
-        finding: The finding.
-        steps: The steps that it is about.
-        gap: How far the program is from the code without them.
-    """
+    """Show a finding by the program with its steps, which gives the same numbers; without them it is off by the gap."""
     if not steps or not ABOVE_ROUNDING < gap < math.inf:
         return finding
     said = f"Your code returns the numbers of a program of torch's parts with this step: {steps[0].words}."
@@ -153,13 +134,7 @@ AXES = 4
 
 
 def left_over(program: Program, call: Call, layout: Layout, comparison: Comparison) -> dict[str, bool]:
-    """Find the tensors that come back and are none of the program's, in any order of their axes.
-
-    Args:
-        program: What was read.
-        call: What is called.
-        layout: Of its arguments and its output.
-        comparison: How the program compares; where it does not agree, nothing is looked at.
+    """Find the tensors that come back and are none of the program's, in any order of their axes; none if it differs.
 
     Returns:
         For each, by its place, whether it looks like a map of weights, and is none that was used.

@@ -21,19 +21,12 @@ SETTING = re.compile(r"\bself\.(\w+)")
 
 @dataclass(frozen=True)
 class Doubt:
-    """What may be said for an expression.
+    """What may be said for an expression."""
 
-    Args:
-        watched: The run, with the places of its operations.
-        repair: What is left out.
-        module: The user's; None for a function.
-        behind: Whether it stands behind an attention, wherever it is, as in a layer.
-    """
-
-    watched: Without
+    watched: Without  # the run, with the places of its operations
     repair: Repair
-    module: nn.Module | None
-    behind: bool = False
+    module: nn.Module | None  # the user's; None for a function
+    behind: bool = False  # whether it stands behind an attention, wherever it is, as in a layer
 
     def said(self) -> str:
         """Say what may be said for it; "" where nothing may."""
@@ -135,12 +128,7 @@ class Doubt:
 
 
 def of_its_values(out: Tensor, instead: Tensor) -> str:
-    """Say what an expression may be by its numbers: a factor, positions, a mask, a norm, a rotation; "" if none.
-
-    Args:
-        out: What it gives.
-        instead: What it was made of, of the same shape.
-    """
+    """Say by its numbers what an expression may be: a factor, positions, a mask, a norm, a rotation; "" if none."""
     if bool((out == out.flatten()[0]).all()):
         return ""
     if (factor := constant_ratio(out, instead)) is not None:

@@ -15,22 +15,13 @@ from equivalence_tests.checker.equivalent.watched import Watched
 
 @dataclass(frozen=True)
 class Output(Affine):
-    """What is made of the averaged values of all heads, side by side.
+    """What is made of the averaged values of all heads, side by side."""
 
-    Args:
-        around: What is made of that: norms, gates, a residual connection.
-    """
-
-    around: Expression = field(kw_only=True)
+    around: Expression = field(kw_only=True)  # what is made of that: norms, gates, a residual connection
 
 
 class EndReader:
-    """Reads what stands behind the averaged values.
-
-    Args:
-        watched: The run.
-        averaged: The averaged values of all heads, side by side, (tokens, heads * head_dim).
-    """
+    """Reads what stands behind the averaged values of all heads, side by side, (tokens, heads * head_dim)."""
 
     def __init__(self, watched: Watched, averaged: Tensor) -> None:
         self.watched, self.averaged = watched, averaged

@@ -49,19 +49,12 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass
 class Values:
-    """What an expression is computed from.
+    """What an expression is computed from."""
 
-    Args:
-        given: The arguments by name, each as (batch, tokens, features).
-        module: The user's module, whose sub-modules are called as they are.
-        parameters: Its parameters.
-        output: What the attention gives, behind its projection.
-    """
-
-    given: Mapping[str, Tensor]
-    module: nn.Module | None
+    given: Mapping[str, Tensor]  # the arguments by name, each as (batch, tokens, features)
+    module: nn.Module | None  # the user's module, whose sub-modules are called as they are
     parameters: Parameters
-    output: Tensor | None = None
+    output: Tensor | None = None  # what the attention gives, behind its projection
 
     def size(self, axis: int) -> int:
         """Say how many samples there are, or tokens."""
@@ -113,15 +106,10 @@ class Attended(Expression):
 
 @dataclass(frozen=True)
 class Learnt(Expression):
-    """A parameter as it is, such as a gain or a table of positions.
-
-    Args:
-        name: Of the parameter.
-        rows: Whether only as many of its rows take part as there are tokens.
-    """
+    """A parameter as it is, such as a gain or a table of positions."""
 
     name: str
-    rows: bool = False
+    rows: bool = False  # whether only as many of its rows take part as there are tokens
 
     def _of(self, values: Values) -> Tensor:
         return values.learnt(self.name)[..., : values.size(1), :] if self.rows else values.learnt(self.name)
@@ -129,20 +117,14 @@ class Learnt(Expression):
 
 @dataclass(frozen=True)
 class Called(Expression):
-    """A sub-module of the user's, called as it is.
-
-    Args:
-        path: Of the sub-module.
-        inner: What it is given.
-        transposed: Whether it is given the features first, (batch, features, tokens).
-        grid: The rows and columns of the image that the tokens are, where it is given one, features first.
-        numbers: What else it is given by name, such as the height and the width of an image.
-    """
+    """A sub-module of the user's, called as it is."""
 
     path: str
     inner: tuple[Expression, ...]
-    transposed: bool = False
+    transposed: bool = False  # whether it is given the features first, (batch, features, tokens)
+    # the rows and columns of the image that the tokens are, where it is given one, features first
     grid: tuple[int, int] | None = None
+    # what else it is given by name, such as the height and the width of an image
     numbers: tuple[tuple[str, float], ...] = ()
 
     def _of(self, values: Values) -> Tensor:
@@ -159,17 +141,11 @@ class Called(Expression):
 
 @dataclass(frozen=True)
 class Made(Expression):
-    """What a function without parameters makes.
+    """What a function without parameters makes."""
 
-    Args:
-        name: Of the function, in ``FUNCTIONS``.
-        inner: What it is given.
-        numbers: What else it is given.
-    """
-
-    name: str
+    name: str  # of the function, in ``FUNCTIONS``
     inner: tuple[Expression, ...]
-    numbers: tuple[float | None, ...] = ()
+    numbers: tuple[float | None, ...] = ()  # what else it is given
 
     def _of(self, values: Values) -> Tensor:
         return FUNCTIONS[self.name](*(x(values) for x in self.inner), *self.numbers)
@@ -177,17 +153,11 @@ class Made(Expression):
 
 @dataclass(frozen=True)
 class Mapped(Expression):
-    """Something multiplied by a matrix that is a parameter.
-
-    Args:
-        name: Of the parameter.
-        inner: What is multiplied.
-        transposed: Whether by its transpose, as a linear layer does.
-    """
+    """Something multiplied by a matrix that is a parameter."""
 
     name: str
     inner: Expression
-    transposed: bool = False
+    transposed: bool = False  # whether by its transpose, as a linear layer does
 
     def _of(self, values: Values) -> Tensor:
         matrix = values.learnt(self.name)
@@ -252,17 +222,11 @@ def added_twice(expression: Expression) -> list[str]:
 
 @dataclass
 class Evidence:
-    """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use.
-
-    Args:
-        module: The user's module.
-        parameters: Its parameters.
-        used: The parameters that the attention itself uses.
-    """
+    """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use."""
 
     module: nn.Module | None
     parameters: Parameters
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # the parameters that the attention itself uses
 
     def steps(self, expression: Expression, stage: str) -> Iterator[Step]:
         """List the steps of an expression; each parameter speaks for one step only, whatever takes what it gives."""

@@ -71,11 +71,7 @@ COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attenti
 
 @dataclass
 class Held:
-    """Compares one situation.
-
-    Args:
-        situation: What was seen.
-    """
+    """Compares one situation."""
 
     situation: Situation
 
@@ -250,12 +246,7 @@ def case_of(
 
 
 def hold(report: Report, situation: Situation) -> None:
-    """Hold a verdict against torch: without a program that gives the same numbers there is no EQUAL.
-
-    Args:
-        report: Receives the program, and the verdict that follows.
-        situation: What was seen.
-    """
+    """Hold a verdict against torch: without a program that gives the same numbers there is no EQUAL."""
     held = Held(situation)
     try:
         holding = held.holding()
@@ -287,12 +278,7 @@ def _failing(holding: Holding) -> Iterator[CheckResult]:
 
 
 def accuse(report: Report, situation: Situation) -> None:
-    """Let nothing count against the code that no number shows: prove it, or let it be a suspicion.
-
-    Args:
-        report: Whose findings are looked at; receives their proofs, and another verdict where none is proven.
-        situation: What was seen.
-    """
+    """Let nothing count against the code that no number shows: prove it, or let it be a suspicion."""
     report.findings = _contradicted(report.findings, situation)
     if all(finding.is_proven for finding in report.findings):
         return
@@ -367,9 +353,6 @@ def _state_difference(report: Report, situation: Situation) -> None:
 def equivalent_of(situation: Situation) -> Equivalent:
     """Make the equivalent of code for the size at which it was read.
 
-    Args:
-        situation: What was seen.
-
     Raises:
         UnreadError: If none can be made.
     """
@@ -378,12 +361,7 @@ def equivalent_of(situation: Situation) -> Equivalent:
 
 
 def compare_output(report: Report, situation: Situation) -> None:
-    """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays.
-
-    Args:
-        report: Receives the verdict: equal as far as it was run, or unchecked.
-        situation: One call, in which no attention was seen.
-    """
+    """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays."""
     hidden = _what_hides(situation)
     if not hidden:
         return

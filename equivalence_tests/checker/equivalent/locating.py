@@ -22,12 +22,7 @@ OF_ANOTHER_SORT = ("residual",)  # steps that right attentions have without sayi
 
 
 def locate(report: Report, situation: Situation) -> None:
-    """Look for an expression without which the code is torch's attention, where a report does not say what is wrong.
-
-    Args:
-        report: Could not be checked; receives the finding with its proof, or the line in its reason.
-        situation: One call.
-    """
+    """Look for an expression without which the code is torch's attention, where a report does not say what is wrong."""
     layout = Layout.of(situation.trial)
     search = Search(
         lambda seed: situation.call.redrawn(seed or None), lambda found: layout.outward(layout.output(found))

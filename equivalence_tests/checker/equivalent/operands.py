@@ -22,36 +22,22 @@ Head = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a product of queries and keys, and of that of its weights and values.
+    """One slice of a product of queries and keys, and of that of its weights and values."""
 
-    Args:
-        head: Names the head, by the features of its queries.
-        part: The product of queries and keys.
-        number: Of the slice in it.
-        context: The product of weights and values.
-        place: Of the slice in that.
-        rows: Those of the slice whose queries are of this head: heads that share their keys may be queries of one.
-    """
-
-    head: Head
+    head: Head  # names the head, by the features of its queries
     part: Part
-    number: int
+    number: int  # of the slice in it
     context: Context
     place: int
-    rows: Tensor
+    rows: Tensor  # those of the slice whose queries are of this head: heads that share their keys may be queries of one
 
 
 @dataclass(frozen=True)
 class Projection(Affine):
-    """Heads of queries, keys or values: weight (heads, head_dim, features) and bias (heads, head_dim).
-
-    Args:
-        tokens: What is projected.
-        change: What is done to each head until the product.
-    """
+    """Heads of queries, keys or values: weight (heads, head_dim, features) and bias (heads, head_dim)."""
 
     tokens: Expression = field(kw_only=True)
-    change: Change = field(default_factory=Change, kw_only=True)
+    change: Change = field(default_factory=Change, kw_only=True)  # what is done to each head until the product
 
     def projected(self, values: Values) -> Tensor:
         """Give the heads, (b, h, l, d), as they are projected."""
@@ -69,11 +55,7 @@ class Projection(Affine):
 
 
 class OperandReader:
-    """Reads the operands of one attention.
-
-    Args:
-        watched: The run.
-    """
+    """Reads the operands of one attention."""
 
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
@@ -87,11 +69,7 @@ class OperandReader:
         self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 
     def read(self, role: str) -> Projection:
-        """Read one operand.
-
-        Args:
-            role: "query", "key" or "value".
-        """
+        """Read queries, keys or values."""
         try:
             found = self._projected(role)
             self.found[role] = replace(found, change=self._change(found, role))
@@ -165,12 +143,7 @@ class OperandReader:
             return change_between(projected, met, self.watched)
 
     def rows_of(self, role: str, tokens: Tensor) -> Tensor:
-        """Say which rows of all that is projected some tokens are.
-
-        Args:
-            role: "query", "key" or "value".
-            tokens: Their numbers.
-        """
+        """Say which rows of all that is projected some tokens are."""
         rows = self.numbers.get(role, {})
         return torch.tensor([rows.get(int(token), int(token)) for token in tokens.reshape(-1)]).view(tokens.shape)
 

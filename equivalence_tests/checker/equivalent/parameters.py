@@ -13,19 +13,12 @@ NEARER = 1e-9  # so much farther off is each place
 
 @dataclass(frozen=True)
 class Affine:
-    """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``.
+    """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``."""
 
-    Args:
-        weight: (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken.
-        bias: (...); -1 for none.
-        factor: What all of it is multiplied by.
-        more: A second bias, as queries may have one for each head; None for none.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    factor: float = 1.0
-    more: Tensor | None = None
+    weight: Tensor  # (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken
+    bias: Tensor | None  # (...); -1 for none
+    factor: float = 1.0  # what all of it is multiplied by
+    more: Tensor | None = None  # a second bias, as queries may have one for each head; None for none
 
     def of(self, x: Tensor, parameters: "Parameters") -> Tensor:
         """Project tokens, (..., features), all that it makes side by side."""
@@ -50,11 +43,7 @@ class Affine:
 
 
 class Parameters:
-    """The parameters of a module, or the matrices that a function is given, each element with a place.
-
-    Args:
-        named: The parameters by their names.
-    """
+    """The parameters of a module, or the matrices that a function is given, each element with a place."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self.named = dict(named)
@@ -98,15 +87,7 @@ class Parameters:
         return len(owners) == 1
 
     def gradient(self, element: Tensor, without: Collection[str] = ()) -> tuple[Tensor, Tensor]:
-        """Differentiate one number by all parameters.
-
-        Args:
-            element: The number, of a run with gradients.
-            without: Names of parameters to leave out.
-
-        Returns:
-            The places whose gradient is not 0, and these gradients.
-        """
+        """Differentiate one number of a run with gradients: the places whose gradient is not 0, and these gradients."""
         asked = [name for name, x in self.named.items() if x.requires_grad and name not in without]
         if not asked or not element.requires_grad:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -136,7 +117,7 @@ class Parameters:
     def projection(
         self, elements: Tensor, features: Tensor, tolerance: float, without: Collection[str] = (), biases: int = 1
     ) -> Affine | None:
-        """Read which projection makes some elements of one token.
+        """Read which projection makes some elements of one token, one row for each; None if none makes these numbers.
 
         d element / d weight is the input of the projection, and d element / d bias is 1, each times the factor: that
         says which parameter element multiplies which feature. A sum in which each element counts as often as its
@@ -148,9 +129,6 @@ class Parameters:
             tolerance: What differs by less, relative to the largest feature, is rounding.
             without: Names of parameters that belong to something else.
             biases: How many it may have at most.
-
-        Returns:
-            One row for each element; None if no such rows make the numbers.
         """
         counts = torch.arange(1, len(elements) + 1)
         (places, numbers), (_, counted) = (self.gradient((elements * x).sum(), without) for x in (1, counts))

@@ -28,23 +28,14 @@ EXACT, SINGLE = 1e-12, 3e-6  # relative; the second where a part computes in flo
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A part in torch's own, as text.
-
-    Args:
-        equivalent: The text, and how it compares.
-        weights: The arguments of a function that are its weights, by the names under which a module holds them.
-    """
+    """A part in torch's own, as text."""
 
     equivalent: Equivalent
+    # the arguments of a function that are its weights, by the names under which a module holds them
     weights: tuple[str, ...] = ()
 
     def on(self, call: Call, output: Callable[[Any], Tensor]) -> Computes:
-        """Give what computes the same as a call, with the weights of a module and with their gradients.
-
-        Args:
-            call: The call.
-            output: Finds what is compared in what comes back.
-        """
+        """Give what computes the same as a call, with the weights of a module and with their gradients."""
         names = self.equivalent.names()
 
         def computed(given: dict[str, Tensor], module: nn.Module | None, *others: Any) -> Tensor:
@@ -83,14 +74,8 @@ def tensors_of(returned: Any) -> list[Tensor]:
 def held(part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float) -> Comparison:
     """Compare a program with the user's code, until it differs.
 
-    Args:
-        part: What was written.
-        cases: The calls that are compared.
-        output: Finds what is compared in what comes back.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-
     Raises:
-        UnreadError: If none could be compared.
+        UnreadError: If no call could be compared.
     """
     layout = Layout(lambda x: x, lambda x: x, output)
     found = compare(lambda case: part.on(case.call, output), cases, layout, tolerance)

@@ -25,17 +25,11 @@ KEYS_AND_VALUES = re.compile(r"kv|key_?value", re.I)
 
 @dataclass(frozen=True)
 class Plain:
-    """A program by names alone.
-
-    Args:
-        program: The program.
-        output: The path of its output projection; "" where nothing is projected.
-        used: The parameters that take part in it.
-    """
+    """A program by names alone."""
 
     program: Program
-    output: str
-    used: frozenset[str]
+    output: str  # the path of its output projection; "" where nothing is projected
+    used: frozenset[str]  # the parameters that take part in it
 
 
 def plain_programs(

@@ -38,32 +38,20 @@ ROUNDED = 1e-6  # of those that were measured
 
 @dataclass(frozen=True)
 class Program:
-    """output = around(out_proj(softmax(scale · query keyᵀ + bias) value)).
-
-    Args:
-        query: The projection of the queries.
-        key: Of the keys.
-        value: Of the values.
-        scale: What the scores are multiplied by.
-        bias: What is added to them.
-        output: What is made of the averaged values.
-        cap: Of a tanh, or a clamp, that holds the scores; 0 if there is none.
-        mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
-        cuts: Whether it is a clamp.
-        gain: What the scores of each head are multiplied by as well, where that is learnt; None for nothing.
-        sink: A score of each head, learnt, that takes a share of every row and goes to no key; None for none.
-    """
+    """output = around(out_proj(softmax(scale · query keyᵀ + bias) value))."""
 
     query: Projection
     key: Projection
     value: Projection
-    scale: float
+    scale: float  # what the scores are multiplied by
     bias: Bias
-    output: Output
-    cap: float = 0.0
-    mask_replaces: bool = False
-    cuts: bool = False
+    output: Output  # what is made of the averaged values
+    cap: float = 0.0  # of a tanh, or a clamp, that holds the scores; 0 if there is none
+    mask_replaces: bool = False  # whether a mask that is handed over takes the place of what is hidden without one
+    cuts: bool = False  # whether it is a clamp
+    # what the scores of each head are multiplied by as well, where that is learnt; None for nothing
     gain: Expression | None = None
+    # a score of each head, learnt, that takes a share of every row and goes to no key; None for none
     sink: Expression | None = None
 
     def __call__(
@@ -73,16 +61,13 @@ class Program:
         parameters: Parameters,
         may_attend: Tensor | None = None,
     ) -> Tensor:
-        """Run it.
+        """Give what comes back, (batch, tokens, features).
 
         Args:
             given: The arguments by name, each as (batch, tokens, features).
             module: The user's, whose sub-modules are called where the program has steps.
             parameters: Its parameters.
             may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
-
-        Returns:
-            What comes back, (batch, tokens, features).
         """
         values = Values(given, module, parameters)
         averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)

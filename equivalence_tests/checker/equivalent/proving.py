@@ -28,13 +28,7 @@ def proven(
 ) -> Proof | None:
     """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
 
-    Args:
-        module: Holds the parameters.
-        gaps: Gives both for the inputs of a seed.
-        rounding: The greatest difference that is rounding.
-
-    Returns:
-        None where they prove nothing, or the program is of other sizes.
+    Both are given for the inputs of a seed; None where they prove nothing, or the program is of other sizes.
     """
     with kept_parameters(module), torch.no_grad():
         redraw(module, 9)
@@ -48,11 +42,7 @@ def proven(
 
 @dataclass
 class Proving:
-    """Puts torch's averaged values into the user's run, and lets the user's own code go on.
-
-    Args:
-        situation: The call.
-    """
+    """Puts torch's averaged values into the user's run, and lets the user's own code go on."""
 
     situation: Situation
 
@@ -70,8 +60,7 @@ class Proving:
     def plain(self, counts: Sequence[int] = ()) -> Iterator[tuple[float, Plain]]:
         """List the plain attentions that the code may be intended to be, each with how far the code is from it.
 
-        Args:
-            counts: How many heads it may have; () for as many as it was built with.
+        Its heads may be so many; () for as many as it was built with.
         """
         situation, sizes = self.situation, self.situation.trial.sizes
         module = situation.subject.module
@@ -83,13 +72,8 @@ class Proving:
     def proof(self, plain: Plain, blamed: Operation | None) -> Proof | None:
         """Show that torch's values make the user's code return torch's numbers, and that it does not without them.
 
-        Args:
-            plain: Torch's attention with the user's weights.
-            blamed: The operation that departs: what comes back is put in there, where it stands behind the attention.
-
-        Returns:
-            None where something takes part in the user's code that the program does not have: nobody knows then
-            what is right.
+        Where the operation that is blamed stands behind the attention, what comes back is put in there. None where
+        something takes part in the user's code that the program does not have: nobody knows then what is right.
         """
         place, late = self._place(plain), blamed is not None and blamed.index >= self._end(plain)
         place = blamed if late else place

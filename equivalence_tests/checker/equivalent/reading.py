@@ -35,10 +35,6 @@ NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
 def read(found: Examination, layout: Layout) -> tuple[Program, float]:
     """Read the one attention of a call.
 
-    Args:
-        found: What the engine saw in the call.
-        layout: Of the arguments and the output.
-
     Returns:
         The program, and what differs by less than rounding in it, relative to the largest value.
 

@@ -20,27 +20,17 @@ Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parame
 
 @dataclass(frozen=True)
 class Relative:
-    """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias)).
+    """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias))."""
 
-    Args:
-        query: How the queries are made that meet the sinusoids.
-        weight: The places of the projection of the sinusoids, (h, d, features).
-        factor: What the products are multiplied by.
-        halves: Whether all sines come first, then all cosines; else they alternate.
-        backwards: Whether the distance is counted from the query to the key.
-        table: The argument that holds vectors in the place of sinusoids; "" for none.
-        of_pairs: Whether it holds one for each query and key, (q, k, features); else one for each distance.
-        bias: The places of what the projection adds, (h, d); None for nothing.
-    """
-
+    # how the queries are made that meet the sinusoids
     query: Projection  # whose bias is that of its projection, and whose second one is what these have alone
-    weight: Tensor
-    factor: float = 1.0
-    halves: bool = False
-    backwards: bool = False
-    table: str = ""
-    of_pairs: bool = False
-    bias: Tensor | None = None
+    weight: Tensor  # the places of the projection of the sinusoids, (h, d, features)
+    factor: float = 1.0  # what the products are multiplied by
+    halves: bool = False  # whether all sines come first, then all cosines; else they alternate
+    backwards: bool = False  # whether the distance is counted from the query to the key
+    table: str = ""  # the argument that holds vectors in the place of sinusoids; "" for none
+    of_pairs: bool = False  # whether it holds one for each query and key, (q, k, features); else one for each distance
+    bias: Tensor | None = None  # the places of what the projection adds, (h, d); None for nothing
 
     def __call__(self, values: Values, key_len: int) -> Tensor:
         """Give what is added, (b, h, q, k)."""
@@ -79,7 +69,7 @@ class Relative:
 def read_relative(
     query: Projection, gradients: Gradients, values: Values, lengths: tuple[int, int], tables: Sequence[str]
 ) -> Relative | None:
-    """Read relative positions off the score of the second query and the first key in each head.
+    """Read relative positions off the score of the second query and the first key in each head; None for anything else.
 
     Args:
         query: As queries meet keys.
@@ -87,9 +77,6 @@ def read_relative(
         values: Of the run.
         lengths: How many queries and keys there are.
         tables: The arguments that may hold a vector for each distance, or each pair.
-
-    Returns:
-        None where it is something else.
     """
     matrices, vectors = _by_parameter(gradients, values.parameters, query.weight.shape[1])
     if query.bias is None or query.change != Change() or len(matrices) != 1:

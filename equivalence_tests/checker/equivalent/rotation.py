@@ -23,13 +23,7 @@ SLOWEST = 1e-3  # a thousand tokens turn no pair by more than one radian: that s
 
 
 def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis.
-
-    Args:
-        kind: "layer_norm", "rms_norm" or "normalize".
-        x: (..., features).
-        eps: What keeps it from dividing by 0.
-    """
+    """Normalise the last axis."""
     if kind == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], eps=eps)
     if kind == "rms_norm":
@@ -39,23 +33,14 @@ def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm over the features of each head, with a gain and a bias that are learnt.
+    """A norm over the features of each head, with a gain and a bias that are learnt."""
 
-    Args:
-        kind: "layer_norm", "rms_norm" or "normalize".
-        eps: What keeps it from dividing by 0.
-        gain: The name of its gain; "" for none.
-        bias: The name of its bias; "" for none.
-        added: What is added to the gain: 1 where it is kept as a difference from 1.
-        whole: Whether it is over the features of all heads.
-    """
-
-    kind: str
-    eps: float
-    gain: str = ""
-    bias: str = ""
-    added: float = 0.0
-    whole: bool = False
+    kind: str  # "layer_norm", "rms_norm" or "normalize"
+    eps: float  # what keeps it from dividing by 0
+    gain: str = ""  # the name of its gain; "" for none
+    bias: str = ""  # the name of its bias; "" for none
+    added: float = 0.0  # what is added to the gain: 1 where it is kept as a difference from 1
+    whole: bool = False  # whether it is over the features of all heads
 
     def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
         """Normalise heads, (b, h, l, d)."""
@@ -67,27 +52,17 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of pairs of features by an angle that grows with the position.
+    """A rotation of pairs of features by an angle that grows with the position."""
 
-    Args:
-        start: The first feature of the head that is rotated.
-        width: How many are.
-        apart: How far the two features of a pair are from one another.
-        steps: By how much each pair turns from one token to the next, (pairs,).
-        first: The position of the first token.
-        angles: The angles of each position, (positions, pairs), where they do not grow evenly; None where they do.
-        single: Whether its tables are kept in float32.
-        whole: Whether it is of the features of all heads side by side, before they are split.
-    """
-
-    start: int
-    width: int
-    apart: int
-    steps: Tensor
-    first: int = 0
+    start: int  # the first feature of the head that is rotated
+    width: int  # how many are
+    apart: int  # how far the two features of a pair are from one another
+    steps: Tensor  # by how much each pair turns from one token to the next, (pairs,)
+    first: int = 0  # the position of the first token
+    # the angles of each position, (positions, pairs), where they do not grow evenly; None where they do
     angles: Tensor | None = None
-    single: bool = False
-    whole: bool = False
+    single: bool = False  # whether its tables are kept in float32
+    whole: bool = False  # whether it is of the features of all heads side by side, before they are split
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate heads, (b, h, l, d)."""
@@ -166,17 +141,11 @@ def paired(x: Tensor, apart: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Met:
-    """Rows of heads as they meet in a product, and which rows of the projection they are.
+    """Rows of heads as they meet in a product, and which rows of the projection they are."""
 
-    Args:
-        rows: Each token's place among all of the projection, (n,).
-        heads: Each one's head, (n,).
-        numbers: Their features, (n, d).
-    """
-
-    rows: Tensor
-    heads: Tensor
-    numbers: Tensor
+    rows: Tensor  # each token's place among all of the projection, (n,)
+    heads: Tensor  # each one's head, (n,)
+    numbers: Tensor  # their features, (n, d)
 
     def of(self, x: Tensor) -> Tensor:
         """Take the same rows of heads, (b, h, l, d)."""
@@ -191,16 +160,7 @@ class Met:
 
 
 def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
-    """Find what turns projected heads into those that meet.
-
-    Args:
-        projected: Heads as they are projected, (b, h, l, d).
-        met: The same as they meet.
-        watched: The run.
-
-    Raises:
-        UnreadError: If it is no norm or rotation that is known.
-    """
+    """Find the norm or rotation that turns projected heads, (b, h, l, d), into those that meet."""
     if projected.size(-1) != met.numbers.size(-1):
         raise UnreadError("heads have another width where they meet than behind their projection")
     found = []

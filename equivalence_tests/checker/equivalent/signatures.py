@@ -50,36 +50,22 @@ HIDES = {**HIDES, "lengths": "torch.arange({keys}, device={name}.device) >= {0}"
 
 @dataclass(frozen=True)
 class Signature:
-    """How the code that was checked is called.
-
-    Args:
-        target: What it is called.
-        arguments: The arguments that hold tokens: the name in a call, and the name in its signature.
-        layout: How they are laid out.
-        mask: The name of its mask; "" for none.
-        form: How that is understood; None where it is not known.
-        merged: Whether heads that are handed over come back side by side.
-        tables: The arguments that hold relative positions.
-        steps: The arguments that are one time step, and how they are laid out.
-        returned: How the output is laid out.
-    """
+    """How the code that was checked is called."""
 
     target: str
+    # the arguments that hold tokens: the name in a call, and the name in its signature
     arguments: tuple[tuple[str, str], ...]
     layout: str = "b l e"
-    mask: str = ""
-    form: MaskForm | None = None
-    merged: bool = True
-    tables: tuple[str, ...] = ()
+    mask: str = ""  # the name of its mask; "" for none
+    form: MaskForm | None = None  # how that is understood; None where it is not known
+    merged: bool = True  # whether heads that are handed over come back side by side
+    tables: tuple[str, ...] = ()  # the arguments that hold relative positions
+    # the arguments that are one time step, and how they are laid out
     steps: Mapping[str, str] = field(default_factory=dict)
     returned: str = "b l e"
 
     def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
-        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look.
-
-        Raises:
-            UnreadError: If it has another form than can be written.
-        """
+        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""
         if self.form is None or self.form.shape not in MASK_SHAPES or self.form.held:
             raise UnreadError(f"a mask of the form {self.form} cannot be written down")
         mask = self.mask + MASK_SHAPES[self.form.shape].format(heads=heads)

@@ -81,8 +81,7 @@ def examine_attention(
 ) -> Report:
     """Check an attention that has been imported already; the caller preserves the global state.
 
-    Returns:
-        The report on the first sizes at which it could be read; no others are tried for a kinder verdict.
+    The report is on the first sizes at which it could be read; no others are tried for a kinder verdict.
 
     Raises:
         CannotCheckError: If it cannot be built, or called as an attention.
@@ -185,11 +184,7 @@ def _cannot_call(errors: Errors) -> str:
 
 
 def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report | None:
-    """Check one built class or function.
-
-    Returns:
-        The report; None if it cannot be called as an attention.
-    """
+    """Check one built class or function; None if it cannot be called as an attention."""
     started = time.process_time()
     errors = Errors() if errors is None else errors
     trials = trials_for(subject, errors)
@@ -306,8 +301,7 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
 def _callers_scales(situation: Situation) -> dict[str, float]:
     """Name the numbers that the module was built with and scales its scores by, as only a caller knows them.
 
-    Returns:
-        For each name the power of the width of a head that it has in torch's formula: 0.5 for what divides.
+    Each has a power of the width of a head in torch's formula: 0.5 for what divides.
     """
     subject, factors = situation.subject, _factors(situation.found.judgements)
     made = TRIED.construction_of(subject.function) if subject.built else None

@@ -34,17 +34,11 @@ def adds_its_queries(module: nn.Module | None) -> str:
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Compares what stands behind an attention with a Transformer's layer.
+    """Compares what stands behind an attention with a Transformer's layer."""
 
-    Args:
-        around: What is made of what attends.
-        tokens: What the queries are projected from.
-        module: The user's, whose sub-modules are called.
-    """
-
-    around: Expression
-    tokens: Expression
-    module: nn.Module | None
+    around: Expression  # what is made of what attends
+    tokens: Expression  # what the queries are projected from
+    module: nn.Module | None  # the user's, whose sub-modules are called
     asks: frozenset[str] = frozenset()  # the parameters that project the queries
 
     @property

@@ -37,27 +37,15 @@ MOST = 64  # steps, after which it is given up
 
 @dataclass(eq=False)
 class Tracer:
-    """Follows tensors of one run.
-
-    Args:
-        watched: The run.
-        attended: Whether a tensor is what the attention gives, behind its projection.
-    """
+    """Follows tensors of one run."""
 
     watched: Watched
+    # whether a tensor is what the attention gives, behind its projection
     attended: Callable[[Tensor, Operation], bool] = lambda tensor, operation: False
     steps: int = 0
 
     def read(self, tensor: Tensor, before: int) -> Expression:
-        """Say what a tensor is made of.
-
-        Args:
-            tensor: Of the run with gradients.
-            before: The operation that takes it.
-
-        Raises:
-            UnreadError: If it is made in a way that is not known.
-        """
+        """Say what a tensor of the run with gradients is made of, before an operation takes it."""
         self.steps += 1
         if self.steps > MOST:
             raise UnreadError("what stands around the attention is too long to be read")

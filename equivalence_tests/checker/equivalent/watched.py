@@ -25,20 +25,13 @@ LOW = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the arguments and what comes back are laid out.
+    """How the arguments and what comes back are laid out."""
 
-    Args:
-        inward: From an argument to (batch, tokens, features).
-        outward: From the output to the same.
-        output: Finds the output in what came back.
-        tables: The arguments that hold relative positions.
-        steps: The same as ``inward`` for each argument that is one time step.
-    """
-
-    inward: Callable[[Tensor], Tensor]
-    outward: Callable[[Tensor], Tensor]
-    output: Callable[[Any], Tensor]
-    tables: tuple[str, ...] = ()
+    inward: Callable[[Tensor], Tensor]  # from an argument to (batch, tokens, features)
+    outward: Callable[[Tensor], Tensor]  # from the output to the same
+    output: Callable[[Any], Tensor]  # finds the output in what came back
+    tables: tuple[str, ...] = ()  # the arguments that hold relative positions
+    # the same as ``inward`` for each argument that is one time step
     steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -55,9 +48,7 @@ class Layout:
     def given(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
         """Give the tokens among the arguments of a call by name, each as (batch, tokens, features), and its tables.
 
-        Args:
-            call: The call.
-            instead: What stands in the place of some of its tensors, by their ids.
+        Some of its tensors have others in their place, by their ids.
         """
         stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
         tokens = {name: self.steps.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
@@ -70,18 +61,12 @@ class Watched:
 
     What goes into the projections, and what the values are averaged to, is cut off there from what made it, so that
     a gradient says what one projection does.
-
-    Args:
-        found: What the engine saw.
-        layout: Of its arguments and its output.
-        operations: Those of the second run, by the same numbers.
-        returned: What the second run gave.
     """
 
     found: Examination
     layout: Layout
     recorder: Recorder = field(init=False)
-    returned: Any = field(init=False)
+    returned: Any = field(init=False)  # what the second run gave
     tolerance: float = field(init=False)  # what differs by less, relative to the largest value, is rounding
 
     def __post_init__(self) -> None:
@@ -144,8 +129,7 @@ class Watched:
     def taken_by(self, source: Source) -> tuple[Tensor, Operation] | None:
         """Give the tokens that a projection takes, and the operation that ends it, by adding a bias where it does.
 
-        Returns:
-            None for what is an argument itself.
+        None for what is an argument itself.
         """
         begun = self._begun(source)
         if begun is None or source.operation is None:
@@ -186,8 +170,7 @@ class Watched:
     def positions(self, tensor: Tensor, made_by: Operation) -> Tensor | None:
         """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.
 
-        Returns:
-            None where the names do not say it.
+        None where the names do not say it.
         """
         place = [slot.tensor is tensor for slot in made_by.outputs].index(True)
         codes = self.found.run.names.after[made_by.index][place]

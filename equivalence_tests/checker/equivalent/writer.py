@@ -51,15 +51,10 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Text(Code):
-    """Stands for a tensor in a formula of a part.
-
-    Args:
-        expression: What it is, as Python.
-        writer: Writes the part down.
-        chain: The modules that make it of the input, one after the other; None where they are no chain.
-    """
+    """Stands for a tensor in a formula of a part."""
 
     writer: "Writer"
+    # the modules that make it of the input, one after the other; None where they are no chain
     chain: tuple[str, ...] | None = None
 
     def made(self, expression: str, chain: tuple[str, ...] | None = None) -> Self:
@@ -83,21 +78,13 @@ def _inside(args: Any) -> Iterator[Any]:
 
 @dataclass
 class Writer:
-    """Writes one program.
+    """Writes one program."""
 
-    Args:
-        target: What the code that was checked is called.
-        parameters: Of the user's module, or what a function is given as its weights.
-        module: The user's module.
-        signature: The arguments of the equivalent, as Python.
-        is_function: Whether a function is written, whose weights are arguments.
-    """
-
-    target: str
-    parameters: Parameters
+    target: str  # what the code that was checked is called
+    parameters: Parameters  # of the user's module, or what a function is given as its weights
     module: nn.Module
-    signature: str = "x: Tensor"
-    is_function: bool = False
+    signature: str = "x: Tensor"  # the arguments of the equivalent, as Python
+    is_function: bool = False  # whether a function is written, whose weights are arguments
     sentence: str = "The same in torch."
     sizes: str = ""  # for which it is written
     torchs: str = ""  # the module of torch that is the whole
@@ -147,14 +134,7 @@ class Writer:
         return found[1] if found else repr(value)
 
     def projected(self, x: Text, name: str, weight: Tensor, bias: Tensor | None) -> Text:
-        """Apply a linear layer.
-
-        Args:
-            x: What it is applied to.
-            name: What to call it.
-            weight: (out, in); its values say which parameter elements they are.
-            bias: (out,); None for none.
-        """
+        """Apply a linear layer, (out, in) and (out,); their values say which parameter elements they are."""
         try:
             places = self.places_of(weight)
         except UnreadError:
@@ -188,11 +168,7 @@ class Writer:
         raise UnreadError("what multiplies its features is made of parameters, and is none itself")
 
     def places_of(self, values: Tensor) -> Tensor:
-        """Find which parameter elements some numbers are.
-
-        Raises:
-            UnreadError: If they are none.
-        """
+        """Find which parameter elements some numbers are."""
         every = self.parameters.end_to_end().detach()
         ordered = every.sort()
         places = torch.searchsorted(ordered.values, values.detach().double().contiguous()).clamp_max(len(every) - 1)
@@ -213,11 +189,7 @@ class Writer:
         self.give_back(places, f'ours["{name}"]')
 
     def read(self, places: Tensor) -> str:
-        """Write the expression that takes parameter elements out of the user's state_dict; 0 where there is none.
-
-        Raises:
-            UnreadError: If they lie in no order that can be written.
-        """
+        """Write the expression that takes parameter elements out of the user's state_dict; 0 where there is none."""
         blocks = blocks_of(places, self.parameters)
         if blocks is None:
             raise UnreadError("the weights lie in an order that cannot be written down")
@@ -264,13 +236,7 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------- the text
     def source(self, result: Text, before: str = "", after: str = "") -> str:
-        """Write it down.
-
-        Args:
-            result: What it returns.
-            before: What is done to its argument first, as ".mT".
-            after: What is done to the result.
-        """
+        """Write it down; before and after are what is done to its argument first, as ".mT", and to the result."""
         first = [f"{self.argument} = {self.argument}{before}"] if before else []
         if self.is_function and self.made:
             raise UnreadError("a function that holds weights cannot be written down")
@@ -330,11 +296,7 @@ def _is_used(argument: str, body: str) -> bool:
 
 
 def signature_of(function: Callable[..., Any], kinds: Mapping[str, str] | None = None) -> str:
-    """Write the arguments of a function, each with what it takes by default.
-
-    Args:
-        function: The function.
-        kinds: The types of those that take no tensor by default, by name.
+    """Write the arguments of a function, each with what it takes by default; kinds are the types of some, by name.
 
     >>> def norm(x, gain, *, eps=1e-5): ...
     >>> signature_of(norm)

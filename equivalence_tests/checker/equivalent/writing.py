@@ -36,25 +36,18 @@ class _Written(Values):
         return self.writer.parameter(name)
 
     def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
-        assert self.writer is not None  # the same
+        assert self.writer is not None
         return Text(f"self.{self.writer.sub_module(path)}({arguments_text(given, numbers)})", self.writer)
 
 
 @dataclass
 class AttentionWriter:
-    """Writes one program.
-
-    Args:
-        program: The program.
-        signature: Of the code that was checked.
-        parameters: Of the user's module.
-        module: The user's module; None for a function.
-    """
+    """Writes one program."""
 
     program: Program
     signature: Signature
     parameters: Parameters
-    module: nn.Module | None
+    module: nn.Module | None  # the user's module; None for a function
     writer: Writer = field(init=False)
     values: Any = field(init=False)
 
@@ -73,11 +66,7 @@ class AttentionWriter:
         self.values = _Written(given, module, self.parameters, output, self.writer)
 
     def source(self) -> str:
-        """Write the module.
-
-        Raises:
-            UnreadError: If it is laid out in a way that cannot be written.
-        """
+        """Write the module."""
         if self.signature.layout not in LAYOUTS:
             raise UnreadError(f"the layout {self.signature.layout} cannot be written down")
         plain = self.program.is_multi_head_attention
