@@ -16,6 +16,7 @@ from equivalence_tests.checker.engine.coverage import built_alike
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.comparing import Comparison, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, differs, explained, is_same
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held, case_of, signature_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart
@@ -170,7 +171,7 @@ def _readings(situation: Situation) -> Iterator[Additive]:
 
 
 def _width_of(role: str, situation: Situation) -> int:
-    given, known = Layout.of(situation.trial).given(situation.call), situation.arguments
+    given, known = Layout.of(situation.trial).values(situation.call).given, situation.arguments
     return given[next(known[one] for one in MADE_OF[role] if one in known)].size(-1)
 
 
@@ -210,7 +211,7 @@ def _left_over(one: Additive, situation: Situation) -> Iterator[str]:
     returned = situation.call.returned()
     output = Layout.of(situation.trial).output(returned)
     weights = WrittenPart(one.written(weights=True)).on(situation.call, lambda x: x)
-    own = weights(dict(situation.call.tensors), situation.subject.module, Parameters.of(situation.subject.module), None)
+    own = weights(Values(dict(situation.call.tensors), Parameters.of(situation.subject.module)), None)
     for place, x in enumerate(tensors_in((returned,)), 1):
         if x is not output and not is_same(x.double(), own.detach().double(), EXACT):
             yield f"output {place}"

@@ -240,8 +240,7 @@ def _added(reader: OperandReader, lengths: tuple[int, int]) -> Tensor:
 
 def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:
     """Lay numbers of the scores of each slice, (q, k), out by sample, head, query and key; NaN where there are none."""
-    batch = next(iter(reader.watched.given.values())).size(0)
-    laid = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
+    laid = torch.full((reader.values.size(0), len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     for one in reader.slices:
         product = one.part.product
         token = reader.rows_of("query", token_of(product.left[one.number][one.rows, 0]))

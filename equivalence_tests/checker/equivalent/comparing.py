@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, named_tensors
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
@@ -17,8 +17,7 @@ from equivalence_tests.checker.reporting.equivalents import Equivalent
 WRITTEN_INTO = ", which the call writes into"
 NO_GRADIENTS, OF_ARGUMENT = "gradients, of which it gives none", "the argument "
 OF_ARGUMENTS = (NO_GRADIENTS, f"gradient of {OF_ARGUMENT}")  # differences that no parameter explains
-# What a program gives for the arguments that hold numbers, with the weights of a module, beside a mask.
-Computes = Callable[[dict[str, Tensor], nn.Module | None, Parameters, Tensor | None], Tensor]
+Computes = Callable[[Values, Tensor | None], Tensor]  # what a program gives, beside a mask that may be None
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,6 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
     with torch.no_grad():
         for name, x in call.module.named_parameters() if call.module is not None and case.initial else ():
             x.copy_(case.initial[name])
-    parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
     instead = {id(x): leaves[name] for name, x in call.tensors if name in leaves}
     args, kwargs, _ = call.fresh(leaves=instead)
@@ -135,8 +133,8 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
             theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
-        given = layout.given(call, instead)
-        ours = program(given, call.module, parameters, case.may_attend).double()
+        values = layout.values(call, instead)
+        ours = program(values, case.may_attend).double()
         if ours.dim() == 3 and ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
             theirs = theirs.transpose(0, 1)  # one token of each sample, without its axis
         if case.rows is not None and ours.shape == theirs.shape:
@@ -149,7 +147,7 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
         yield Difference(case.words, NO_GRADIENTS, torch.inf)
     if gradients and theirs.requires_grad and ours.shape == theirs.shape:
         arguments = {f"{OF_ARGUMENT}{name}": x for name, x in leaves.items()}
-        yield from _of_gradients(case, ours, theirs, {**arguments, **parameters.named})
+        yield from _of_gradients(case, ours, theirs, {**arguments, **values.parameters.named})
 
 
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:

@@ -145,7 +145,7 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
         if not rest or not comparison.agrees:
             return {}
-        values = Values(layout.given(call), call.module, Parameters.of(call.module))
+        values = layout.values(call)
         tables = [x.double().clamp_min(-HIDING) for x in _tables(program, values)]
         heads = [x.double() for x in _heads(program, values, layout.outward(output))]
     given = [x.double() for _, x in call.tensors if x.is_floating_point()]

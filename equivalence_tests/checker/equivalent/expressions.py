@@ -3,8 +3,10 @@
 import math
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +54,7 @@ class Values:
     """What an expression is computed from."""
 
     given: Mapping[str, Tensor]  # the arguments by name, each as (batch, tokens, features)
-    module: nn.Module | None  # the user's module, whose sub-modules are called as they are
-    parameters: Parameters
+    parameters: Parameters  # of the user's module, whose sub-modules are called as they are
     output: Tensor | None = None  # what the attention gives, behind its projection
 
     def size(self, axis: int) -> int:
@@ -67,22 +68,24 @@ class Values:
 
     def called(self, path: str, given: Sequence[Tensor], numbers: Mapping[str, float]) -> Tensor:
         """Call a sub-module, in its own precision."""
-        assert self.module is not None  # it has a path in one
-        module = self.module.get_submodule(path)
+        module = self.parameters.module.get_submodule(path)
         dtype = next((x.dtype for x in module.parameters()), torch.float64)
         result = module(*(x.to(dtype) for x in given), **numbers)
         return (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
 
 
-class Expression:
+class Expression(ABC):
     """A step outside of the attention itself; given values that are text, it is written down."""
 
     def __call__(self, values: Values) -> Tensor:
         """Compute it, or write it down."""
         return self._of(values)
 
-    def _of(self, values: Values) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _of(self, values: Values) -> Tensor: ...
+
+
+E = TypeVar("E", bound=Expression)
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class Joined(Expression):
     axis: int = 1
 
     def _of(self, values: Values) -> Tensor:
-        made = ((x(values), any(isinstance(one, Given | Attended) for one in all_of(x))) for x in self.inner)
+        made = ((x(values), any(of_kind(Given, x)) or attends(x)) for x in self.inner)
         laid = [x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made]
         return torch.cat(laid, self.axis)
 
@@ -198,10 +201,25 @@ def all_of(expression: Expression) -> Iterator[Expression]:
         yield from all_of(inner)
 
 
+def of_kind(kind: type[E], *expressions: Expression) -> Iterator[E]:
+    """List those of one kind among expressions and all that they are made of."""
+    return (x for one in expressions for x in all_of(one) if isinstance(x, kind))
+
+
+def attends(expression: Expression) -> bool:
+    """Whether it is made of what the attention gives."""
+    return any(of_kind(Attended, expression))
+
+
+def is_sum(expression: Expression) -> bool:
+    """Whether it adds up others."""
+    return isinstance(expression, Made) and expression.name == "sum"
+
+
 def terms_of(expression: Expression) -> Iterator[Expression]:
     """List what a sum adds up; anything else is its only term."""
-    if isinstance(expression, Made) and expression.name == "sum":
-        yield from (term for inner in expression.inner for term in terms_of(inner))
+    if is_sum(expression):
+        yield from (term for inner in inner_of(expression) for term in terms_of(inner))
     else:
         yield expression
 
@@ -224,7 +242,6 @@ def added_twice(expression: Expression) -> list[str]:
 class Evidence:
     """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use."""
 
-    module: nn.Module | None
     parameters: Parameters
     used: set[str] = field(default_factory=set)  # the parameters that the attention itself uses
 
@@ -246,8 +263,8 @@ class Evidence:
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
                 yield from self._made(one, stage)
-        sums = [one for one in all_of(expression) if isinstance(one, Made) and one.name == "sum"]
-        if stage == "output" and any(map(_is_given, (x for one in sums for x in one.inner))):
+        added = (x for one in all_of(expression) if is_sum(one) for x in inner_of(one))
+        if stage == "output" and any(map(_is_given, added)):
             yield Step(RESIDUAL, "what is added is an argument as it is", "residual")
 
     def _made(self, one: Made, stage: str) -> Iterator[Step]:
@@ -269,13 +286,12 @@ class Evidence:
 
     def _of_class(self, one: Made) -> str:
         """A class token stands first, and may ask alone."""
-        name = type(self.module).__name__
+        name = type(self.parameters.module).__name__
         first = [*one.numbers] == [1, 0, 1] and re.search("class|cls|pool", name, re.IGNORECASE)
         return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:
-        assert self.module is not None  # it has a path in one
-        called = self.module.get_submodule(path)
+        called = self.parameters.module.get_submodule(path)
         inside = {f"{path}.{name}" for name, _ in called.named_parameters()}
         named = f"the sub-module {path}, a {type(called).__name__}"
         if isinstance(called, nn.Linear) and not _is_linear(called):

@@ -35,7 +35,7 @@ from equivalence_tests.checker.equivalent.deciding import (
     shown_as_step,
     unread,
 )
-from equivalence_tests.checker.equivalent.expressions import Given, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart
 from equivalence_tests.checker.equivalent.plain import MADE_OF
@@ -81,16 +81,17 @@ class Held:
             return self._compared(self.situation)
 
     def _compared(self, situation: Situation) -> Holding:
-        module, layout = situation.subject.module, Layout.of(situation.trial)
+        layout = Layout.of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
         for other in () if comparison.agrees else self._others(program, comparison.worst.case, layout):
             again = self._comparison(other, layout, tolerance)
             program, comparison = (other, again) if again.agrees else (program, comparison)
-        steps = (*program.steps(module, Parameters.of(module)), *self._of_heads(program), *self._of_arguments(program))
+        parameters = Parameters.of(situation.subject.module)
+        steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
         steps = (*steps, *self._of_later_keys(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
-        return Holding(program, Parameters.of(module), steps, comparison, rest)
+        return Holding(program, parameters, steps, comparison, rest)
 
     def _others(self, program: Program, case: str, layout: Layout) -> Iterator[Program]:
         """Give what else may hide keys where one call has other numbers: a mask in the place of it, or a window."""
@@ -112,15 +113,15 @@ class Held:
     def _on(self, program: Program, layout: Layout, case: Case) -> Computes:
         """Give a program in one call, read anew for lengths of which it says nothing, as where a table is looked up."""
 
-        def computed(*given: Any) -> Tensor:
+        def computed(values: Values, may_attend: Tensor | None) -> Tensor:
             try:
-                return program(*given)
+                return program(values, may_attend)
             except UnreadError:
                 if case.lengths is None:
                     raise
                 with torch.enable_grad():  # what a projection does is said by gradients
                     other = read(self._seen_at(*case.lengths), layout)[0]
-                return other(*given) if program.bias.is_continued_by(other.bias) else other(*given) * torch.nan
+                return other(values, may_attend) * (1 if program.bias.is_continued_by(other.bias) else torch.nan)
             except NOT_ITS_SIZE as error:
                 raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
 
@@ -148,7 +149,7 @@ class Held:
         """Each operand is made of the argument that has its role."""
         arguments = self.situation.arguments
         for role, one in program.roles:
-            made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
+            made_of = {x.name for x in of_kind(Given, one.tokens)}
             wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
             if wanted and made_of and wanted not in made_of:
                 yield Step(f"the {role} is made from an argument other than {wanted}", "", "project")
@@ -156,7 +157,8 @@ class Held:
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
         situation = self.situation
-        writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
+        is_function = situation.subject.module is None
+        writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, is_function)
         try:
             source, why = writer.source(), ""
         except UnreadError as error:

@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, shown_as_step, unread
-from equivalence_tests.checker.equivalent.expressions import Given, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
@@ -173,7 +173,7 @@ def _holding(found: Examination, layout: Layout) -> Holding:
         for _, error in comparison.left_out:
             raise not_called_again(error)
         parameters = Parameters.of(call.module)
-        steps = tuple(program.hiding_by(_cut_by(call, program)).steps(call.module, parameters))
+        steps = tuple(program.hiding_by(_cut_by(call, program)).steps(parameters))
         return Holding(program, parameters, steps, comparison, left_over(program, call, layout, comparison))
 
 
@@ -187,8 +187,7 @@ def _cut_by(call: Call, program: Program) -> str:
 
 def _cases(call: Call, program: Program) -> Iterator[Case]:
     """Other tokens in the place of those that are projected, and other parameters."""
-    expressions = [one.tokens for _, one in program.roles] + [program.output.around]
-    used = {x.name for one in expressions for x in all_of(one) if isinstance(x, Given)}
+    used = {x.name for x in of_kind(Given, program.output.around, *(one.tokens for _, one in program.roles))}
     tokens = {id(x): x for name, x in call.tensors if name in used}
     for seed, words in ((7, "fresh inputs"), (8, "parameters drawn anew")):
         generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.codes import feature_of, place_of, source_
 from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.watching import storage_of
-from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -88,9 +88,9 @@ class OperandReader:
         every = [_side(next(one for one in self.slices if one.head == head), role) for head in self.heads]
         made = self.watched.sources(sources_in(every[0][0]))[0].operation
         call = None if made is None else self.watched.call_around(made.index)
-        if call is None or not call.outputs or self.values.module is None:
+        if call is None or not call.outputs:
             return None
-        part = self.values.module.get_submodule(call.path)
+        part = self.watched.parameters.module.get_submodule(call.path)
         if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
             return None  # a matrix alone is read as one, or not at all
         try:
@@ -129,8 +129,8 @@ class OperandReader:
         norms = [one.change.norm for one in self.found.values() if one.change.norm is not None]
         parameters = self.watched.parameters
         named = [name for norm in norms for name in (norm.gain, norm.bias) if name]
-        named += [] if self.gain is None else [one.name for one in all_of(self.gain) if isinstance(one, Learnt)]
-        gains = [torch.arange(parameters.named[name].numel()) + parameters.start[name] for name in named]
+        named += [] if self.gain is None else [one.name for one in of_kind(Learnt, self.gain)]
+        gains = [parameters.places(name).flatten() for name in named]
         return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
 
     def _change(self, found: Projection, role: str) -> Change:
@@ -174,14 +174,14 @@ class OperandReader:
             raise UnreadError("an operand is no argument and made by no projection")
         tensor, operation = taken
         tokens = self._tokens(tensor, operation.index, source, role)
-        flat, every = self._flat(tokens), list(all_of(tokens))
+        flat = self._flat(tokens)
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
             raise UnreadError("what is projected has different tokens from what is handed over")
         made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
         elements = made[[where[int(place)] for place in place_of(wanted)]]
-        learnt = {one.name for one in every if isinstance(one, Learnt)}
-        learnt |= {name for one in every if isinstance(one, Called) for name in self._parameters_of(one)}
+        learnt = {one.name for one in of_kind(Learnt, tokens)}
+        learnt |= {name for one in of_kind(Called, tokens) for name in self._parameters_of(one)}
         parameters, biases = self.watched.parameters, 2 if role == "query" else 1
         found = parameters.projection(elements, flat[token], self.watched.tolerance, learnt, biases)
         if found is None or found.bias is None:
@@ -196,9 +196,9 @@ class OperandReader:
         if id(tensor) not in self.traced:
             self.traced[id(tensor)] = Tracer(self.watched).read(tensor, before)
         tokens = self.traced[id(tensor)]
-        flat, every = self._flat(tokens), list(all_of(tokens))
-        alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
-        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
+        flat = self._flat(tokens)
+        alike = any(len(self._flat(one)) == len(flat) for one in of_kind(Given, tokens))
+        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(of_kind(Joined, tokens)):
             made = tensor.detach().double().flatten(0, -2)
             rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
             self.numbers.setdefault(role, _row_numbers(source.codes, rows))
@@ -206,8 +206,8 @@ class OperandReader:
 
     def _parameters_of(self, one: Called) -> Iterator[str]:
         """Name the parameters of a sub-module."""
-        assert self.values.module is not None  # it has one
-        yield from (f"{one.path}.{name}" for name, _ in self.values.module.get_submodule(one.path).named_parameters())
+        part = self.watched.parameters.module.get_submodule(one.path)
+        yield from (f"{one.path}.{name}" for name, _ in part.named_parameters())
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""
@@ -215,7 +215,7 @@ class OperandReader:
         given = zip(recorder.names, recorder.given, strict=True)
         memory = storage_of(source.slot.tensor)
         found = (name.partition(":")[2] for name, slot in given if storage_of(slot.tensor) == memory)
-        return next((name for name in found if name in self.watched.given), "")
+        return next((name for name in found if name in self.values.given), "")
 
     def _flat(self, tokens: Expression) -> Tensor:
         """The tokens of all samples, (tokens, features)."""
@@ -225,7 +225,7 @@ class OperandReader:
 
 def in_each_sample(tokens: Expression, values: Values) -> Tensor:
     """Give tokens of all samples, (b, l, features): learnt ones are the same in each."""
-    x, batch = tokens(values), next(iter(values.given.values())).size(0)
+    x, batch = tokens(values), values.size(0)
     return x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])
 
 

@@ -45,15 +45,16 @@ class Affine:
 class Parameters:
     """The parameters of a module, or the matrices that a function is given, each element with a place."""
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
         self.named = dict(named)
+        self.module = nn.Module() if module is None else module  # an empty one for a function
         sizes = (parameter.numel() for parameter in self.named.values())
         self.start = dict(zip(self.named, itertools.accumulate(sizes, initial=0), strict=False))
 
     @classmethod
     def of(cls, module: nn.Module | None) -> "Parameters":
         """Take those of a module; none of a plain function."""
-        return cls({} if module is None else dict(module.named_parameters()))
+        return cls({} if module is None else dict(module.named_parameters()), module)
 
     def end_to_end(self) -> Tensor:
         """Lay the parameters end to end, with their gradients."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, unread
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
@@ -38,10 +39,11 @@ class WrittenPart:
         """Give what computes the same as a call, with the weights of a module and with their gradients."""
         names = self.equivalent.names()
 
-        def computed(given: dict[str, Tensor], module: nn.Module | None, *others: Any) -> Tensor:
-            leaves = {id(x): given[name] for name, x in call.tensors if name in given}
+        def computed(values: Values, may_attend: Tensor | None = None) -> Tensor:
+            module = values.parameters.module
+            leaves = {id(x): values.given[name] for name, x in call.tensors if name in values.given}
             args, kwargs, _ = call.fresh(leaves=leaves)
-            if module is None or self.equivalent.is_function:
+            if self.equivalent.is_function:
                 own = [getattr(module, name) for name in self.weights]
                 args, kwargs = taken(names["equivalent"], (*args, *own), kwargs)
                 return output(names["equivalent"](*args, **kwargs))

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,8 @@ from equivalence_tests.checker.equivalent.expressions import (
     Values,
     added_twice,
     all_of,
+    attends,
+    of_kind,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -34,6 +36,7 @@ from equivalence_tests.checker.reach.proposing import taken_apart
 BLOCK = re.compile(r"block|resid", re.IGNORECASE)
 ROUNDING = 1e-13  # of factors that are products of exact ones
 ROUNDED = 1e-6  # of those that were measured
+NO_MATRIX = "the module holds no matrix that could"
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,16 @@ class Program:
     # a score of each head, learnt, that takes a share of every row and goes to no key; None for none
     sink: Expression | None = None
 
-    def __call__(
-        self,
-        given: Mapping[str, Tensor],
-        module: nn.Module | None,
-        parameters: Parameters,
-        may_attend: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give what comes back, (batch, tokens, features).
 
         Args:
-            given: The arguments by name, each as (batch, tokens, features).
-            module: The user's, whose sub-modules are called where the program has steps.
-            parameters: Its parameters.
+            values: What it is computed from.
             may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
         """
-        values = Values(given, module, parameters)
         averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)
-        values.output = self.output.of(averaged, parameters)
-        return self.output.around(values)
+        output = self.output.of(averaged, values.parameters)
+        return self.output.around(replace(values, output=output))
 
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
@@ -150,13 +144,13 @@ class Program:
         """What the product of projected queries and keys is multiplied by."""
         return self.scale * self.query.number * self.key.number
 
-    def steps(self, module: nn.Module | None, parameters: Parameters) -> Iterator[Step]:
+    def steps(self, parameters: Parameters) -> Iterator[Step]:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
-        evidence = Evidence(module, parameters, self.projections(parameters))
+        evidence = Evidence(parameters, self.projections(parameters))
         yield from self._twice(parameters)
-        yield from self._of_others(parameters, module)
-        yield from self._in_part(parameters, module)
-        yield from self._in_another_order(parameters, module)
+        yield from self._of_others(parameters)
+        yield from self._in_part(parameters)
+        yield from self._in_another_order(parameters)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
@@ -168,7 +162,7 @@ class Program:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
             yield Step("the output changes its sign", "", "sign")
-        yield from self._behind(evidence, module)
+        yield from self._behind(evidence)
 
     def without(self, stage: str) -> "Program":
         """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
@@ -201,8 +195,8 @@ class Program:
         """The parameter elements that its projections use."""
         return torch.cat([*(one.places for _, one in self.roles), self.output.places])
 
-    def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
-        around = self.output.around
+    def _behind(self, evidence: Evidence) -> Iterator[Step]:
+        around, module = self.output.around, evidence.parameters.module
         asks = frozenset(evidence.parameters.names_at(self.query.places))
         sublayers = Sublayers(around, self.query.tokens, module, asks)
         fed = "a feed-forward follows it" if sublayers.branches else _called_a_block(module)
@@ -210,15 +204,14 @@ class Program:
             yield Step(unlike, "", "residual")
         for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
             yield Step(f"{name} is added more than once", "", "residual")
-        tokens = [one.tokens for _, one in self.roles]
-        called = [x for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
-        normed = [x.path for x in called if module is not None and is_norm(module.get_submodule(x.path))]
+        called = [*of_kind(Called, around, *(one.tokens for _, one in self.roles))]
+        normed = [x.path for x in called if is_norm(module.get_submodule(x.path))]
         projected = {f"{x.path} is called" for x in called if sublayers.projects_queries(x)}
-        projected |= {f"{x.name} takes part" for x in all_of(self.query.tokens) if isinstance(x, Learnt)}
-        single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
-        gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
+        projected |= {f"{x.name} takes part" for x in of_kind(Learnt, self.query.tokens)}
+        single = {name for name, x in module.named_parameters() if x.numel() == 1}
+        gates = [x.name for x in of_kind(Learnt, around) if x.name in single]
         gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
-        projecting = None if self.output.bias is not None or module is None else _projecting(around, module)
+        projecting = None if self.output.bias is not None else _projecting(around, module)
         for step in evidence.steps(around, "output"):
             if step.evidence and step.words == f"{projecting} is called":
                 continue
@@ -238,18 +231,18 @@ class Program:
                 named = parameters.name_at(int(both[0]))
                 yield Step(f"{named} projects both the {first} and the {second}", "", "project")
 
-    def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _of_others(self, parameters: Parameters) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
+        module = parameters.module
         made = {role: self._made_by(one.tokens, module) for role, one in self.roles if one.bias is None}
         bare = [role for role, path in made.items() if not path]
-        behind = tuple(f"{x.path}." for x in all_of(self.output.around) if isinstance(x, Called))
+        behind = tuple(f"{x.path}." for x in of_kind(Called, self.output.around))
         matrices = {name for name, x in parameters.named.items() if x.dim() > 1 and not name.startswith(behind)}
         further = matrices - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
-            why = "" if module is None or further else "the module holds no matrix that could"
-            yield Step(f"the {role} is not projected", why, "project")
+            yield Step(f"the {role} is not projected", "" if further else NO_MATRIX, "project")
         called = [one.tokens for _, one in self.roles if isinstance(one.tokens, Called)]
-        normed = {x.inner for x in called if module is not None and is_norm(module.get_submodule(x.path))}
+        normed = {x.inner for x in called if is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:
             if (one.tokens,) in normed:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
@@ -265,18 +258,18 @@ class Program:
                 yield Step(f"{name} projects the {role}", "", "project")
 
     @staticmethod
-    def _made_by(tokens: Expression, module: nn.Module | None) -> str:
+    def _made_by(tokens: Expression, module: nn.Module) -> str:
         """Name the sub-module that makes the heads of a role; "" for none, and for a norm."""
-        if module is None or not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
+        if not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
             return ""
         return tokens.path
 
-    def _in_another_order(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _in_another_order(self, parameters: Parameters) -> Iterator[Step]:
         """Queries, keys and values that lie in one matrix, or one argument, in another order than the code says."""
         bare = [one.tokens for _, one in self.roles if one.bias is None]
         owners = dict.fromkeys(name for _, one in self.roles for name in parameters.names_at(one.weight))
         what = "the argument" if bare else next(iter(owners))
-        said = ROLES if bare else taken_apart(type(module))
+        said = ROLES if bare else taken_apart(type(parameters.module))
         first = {role: one.weight.flatten(1)[:, 0] for role, one in self.roles}
         packed = len(bare) == 3 and isinstance(bare[0], Given) and len({*bare}) == 1 if bare else len(owners) == 1
         if not packed or not said or torch.equal(first["query"], first["value"]):  # of one argument, all of it for each
@@ -284,8 +277,9 @@ class Program:
         if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
-    def _in_part(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight, or what a sub-module makes, of which some elements take no part."""
+        module = parameters.module
         made = defaultdict[str, list[Tensor]](list)
         for _, one in self.roles:
             made["" if one.bias is not None else self._made_by(one.tokens, module)].append(one.weight.flatten())
@@ -359,13 +353,13 @@ class Program:
         return Step(words, said, "scores" if said else "again")
 
 
-def _width_of(path: str, module: nn.Module | None) -> int:
+def _width_of(path: str, module: nn.Module) -> int:
     """How many features a linear layer makes; 0 of anything else, which does not say."""
-    called = module.get_submodule(path) if module is not None else None
+    called = module.get_submodule(path)
     return called.out_features if isinstance(called, nn.Linear) else 0
 
 
-def _called_a_block(module: nn.Module | None) -> str:
+def _called_a_block(module: nn.Module) -> str:
     """Say that a class is called a block, which holds its residual connection; "" for none."""
     name = type(module).__name__
     return f"{name} is called a block, and blocks are added to what they are given" if BLOCK.search(name) else ""
@@ -373,8 +367,8 @@ def _called_a_block(module: nn.Module | None) -> str:
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:
     """The linear layer that takes the averaged values behind a gate: the output projection."""
-    called = [x for x in all_of(around) if isinstance(x, Called) and any(isinstance(y, Attended) for y in all_of(x))]
-    return next((x.path for x in called if isinstance(module.get_submodule(x.path), nn.Linear)), None)
+    called = (x.path for x in of_kind(Called, around) if attends(x))
+    return next((path for path in called if isinstance(module.get_submodule(path), nn.Linear)), None)
 
 
 def order_steps(query: Projection, key: Projection, value: Projection, output: Output) -> Iterator[Step]:

@@ -13,7 +13,6 @@ from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
 from equivalence_tests.checker.equivalent.expressions import Values
-from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
@@ -85,7 +84,7 @@ class Proving:
     def _gaps(self, program: Program, seed: int, place: Operation, late: bool) -> tuple[float, float]:
         """How far the user's code is from a program with the right values put in, and without."""
         values = self.values(seed)
-        want = program(values.given, values.module, values.parameters)
+        want = program(values)
         right = want if late else program.averaged(values).transpose(1, 2).flatten(2)
         patched = self._run(seed, {place.index: _put(right, self.layout)})
         return difference_of(want, patched), difference_of(want, self._run(seed, {}))
@@ -95,17 +94,15 @@ class Proving:
         module = self.situation.subject.module
         with kept_parameters(module), torch.no_grad():
             redraw(module, 9)
-            values = self.values(1)
             try:
-                return difference_of(program(values.given, values.module, values.parameters), self._run(1, {}))
+                return difference_of(program(self.values(1)), self._run(1, {}))
             except NOT_ITS_SIZE:
                 return math.inf
 
     def values(self, seed: int) -> Values:
         """Give what a program computes from, with fresh inputs."""
-        call = self.situation.call
-        _, _, copies = call.fresh(seed)
-        return Values(self.layout.given(call, copies), call.module, Parameters.of(call.module))
+        _, _, copies = self.situation.call.fresh(seed)
+        return self.layout.values(self.situation.call, copies)
 
     def _run(self, seed: int, patches: Mapping[int, Patch]) -> Tensor:
         run = self.situation.call.run(patches, seed=seed, read=False)

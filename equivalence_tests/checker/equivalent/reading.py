@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
 from equivalence_tests.checker.equivalent.ending import EndReader, Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, Values, of_kind
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
 from equivalence_tests.checker.equivalent.parameters import snapped
 from equivalence_tests.checker.equivalent.program import Program
@@ -111,7 +111,7 @@ def _gain(reader: OperandReader) -> Expression | None:
     for operation, one in factors:
         with suppress(UnreadError):  # else it is no parameter, and may be a number
             made = Tracer(watched).read(one, operation.index)
-            named = [watched.parameters.named[x.name] for x in all_of(made) if isinstance(x, Learnt)]
+            named = [watched.parameters.named[x.name] for x in of_kind(Learnt, made)]
             if any(x.requires_grad for x in named):
                 found.append(made if operation.name == "mul" else Made("reciprocal", (made,)))
     return functools.reduce(lambda one, other: Made("product", (one, other)), found) if found else None

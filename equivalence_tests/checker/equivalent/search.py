@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
 from equivalence_tests.checker.equivalent.proving import proven
@@ -177,7 +178,7 @@ def rest_of_module(
 
     def computed(found: Equivalent, seed: int) -> Tensor:
         computes = WrittenPart(found, weights).on(search.drawn(seed), search.output)
-        return computes({}, module, Parameters.of(module), None)
+        return computes(Values({}, Parameters.of(module)), None)
 
     return rest
 

@@ -21,6 +21,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Made,
     Mapped,
     all_of,
+    attends,
     own_norm,
 )
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -62,13 +63,12 @@ class Tracer:
 
     def _given(self, tensor: Tensor) -> Expression:
         name = self.watched.arguments.get(id(tensor), "")
-        if name not in self.watched.given:
+        if name not in self.watched.values.given:
             raise UnreadError("a tensor takes part that is neither an argument nor a parameter")
         return Given(name)
 
     def _called(self, call: ModuleCall) -> Expression:
-        assert self.watched.call.module is not None  # it has sub-modules
-        module = self.watched.call.module.get_submodule(call.path)
+        module = self.watched.parameters.module.get_submodule(call.path)
         data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
         if not data:
             raise UnreadError(f"{call.path} makes something of no tokens")
@@ -83,7 +83,7 @@ class Tracer:
 
     def _is_transposed(self, tensor: Tensor, inner: Expression, module: nn.Module) -> bool:
         """Whether a module is given (batch, features, tokens); behind the attention, a convolution of an image is."""
-        if any(isinstance(one, Attended) for one in all_of(inner)):
+        if attends(inner):
             return tensor.dim() == 4 and any(isinstance(x, nn.modules.conv._ConvNd) for x in module.modules())
         if tensor.dim() < 3:
             return False
@@ -193,7 +193,7 @@ class Tracer:
         if not name or inputs[0].dim() < 2 or tensor.dim() != inputs[0].dim():
             return None
         first = inputs[0][..., : tensor.size(-2), :]
-        tokens = next(iter(self.watched.given.values())).size(1)
+        tokens = self.watched.values.size(1)
         return Learnt(name, rows=True) if tokens == tensor.size(-2) and identical(first, tensor) else None
 
     def _spread(self, x: Tensor, over: Tensor, before: int) -> Expression:
@@ -204,7 +204,7 @@ class Tracer:
 
     def _cut(self, tensor: Tensor, whole: Expression) -> Expression | None:
         """Some tokens or features, which their numbers tell."""
-        if any(isinstance(one, Attended) for one in all_of(whole)):
+        if attends(whole):
             return None
         with torch.no_grad():
             x, wanted = whole(self.watched.values), tensor.detach().double()

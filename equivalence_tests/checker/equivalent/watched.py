@@ -45,14 +45,15 @@ class Layout:
         steps = dict.fromkeys(plan.steps, step)
         return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)
 
-    def given(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
-        """Give the tokens among the arguments of a call by name, each as (batch, tokens, features), and its tables.
+    def values(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> Values:
+        """Give the tokens among the arguments of a call, each as (batch, tokens, features), its tables and parameters.
 
         Some of its tensors have others in their place, by their ids.
         """
         stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
         tokens = {name: self.steps.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
-        return tokens | {name: x.detach().double() for name, x in call.tensors if name in self.tables}
+        tables = {name: x.detach().double() for name, x in call.tensors if name in self.tables}
+        return Values(tokens | tables, Parameters.of(call.module))
 
 
 @dataclass(eq=False)
@@ -93,19 +94,14 @@ class Watched:
         return self.recorder.operations
 
     @cached_property
-    def parameters(self) -> Parameters:
-        """Those of the module; of a function the matrices that it is given."""
-        return Parameters.of(self.call.module)
-
-    @cached_property
-    def given(self) -> dict[str, Tensor]:
-        """The data among the arguments, each as (batch, tokens, features)."""
-        return self.layout.given(self.call)
-
-    @cached_property
     def values(self) -> Values:
         """What its expressions are computed from."""
-        return Values(self.given, self.call.module, self.parameters)
+        return self.layout.values(self.call)
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those of the module."""
+        return self.values.parameters
 
     @cached_property
     def arguments(self) -> Mapping[int, str]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of, of_kind
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
@@ -47,7 +47,7 @@ class AttentionWriter:
     program: Program
     signature: Signature
     parameters: Parameters
-    module: nn.Module | None  # the user's module; None for a function
+    is_function: bool
     writer: Writer = field(init=False)
     values: Any = field(init=False)
 
@@ -55,15 +55,14 @@ class AttentionWriter:
         names = [f"{name}: {kind}" for name, kind in self._kinds.items()]
         names += [f"{name}: Tensor" for name in self.signature.tables]
         names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
-        module, target = self.module or nn.Module(), self.signature.target
+        target, arguments = self.signature.target, ", ".join(names)
         heads, width = self.program.query.weight.shape[:2]
-        sizes = "" if self.module is None and heads == 1 else f", for {heads} heads of {width}"
-        self.writer = Writer(
-            target, self.parameters, module, ", ".join(names), self.module is None, sentence=SENTENCE, sizes=sizes
-        )
+        sizes = "" if self.is_function and heads == 1 else f", for {heads} heads of {width}"
+        module = self.parameters.module
+        self.writer = Writer(target, self.parameters, module, arguments, self.is_function, SENTENCE, sizes)
         given: Any = {name: Text(own, self.writer) for name, own in self.signature.arguments}
         output: Any = Text("output", self.writer)
-        self.values = _Written(given, module, self.parameters, output, self.writer)
+        self.values = _Written(given, self.parameters, output, self.writer)
 
     def source(self) -> str:
         """Write the module."""
@@ -214,7 +213,7 @@ class AttentionWriter:
         one = one if relative is None else relative.split(one)
         heads, own, weight, bias = _grouped(one)
         tokens: Any = one.tokens(self.values)
-        if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
+        if not any(of_kind(Given, one.tokens)):  # learnt, and the same in each sample
             tokens = Text(f"{bracketed(tokens)}.expand(len({self.signature.arguments[0][1]}), -1, -1)", self.writer)
         if bias is None:
             beside = [other.weight for _, other in self.program.roles if other.tokens == one.tokens]
@@ -251,7 +250,7 @@ class AttentionWriter:
         first = int(weight.flatten()[0])
         if torch.equal(weight.flatten(), first + torch.arange(heads * width)) and (packed or first == 0):
             tokens = f"{tokens}[..., {first}:{first + heads * width}]" if packed else tokens
-            wide = width if self.module is not None else -1  # a function takes any
+            wide = -1 if self.is_function else width  # a function takes any
             return f"{tokens}.unflatten(-1, ({heads}, {wide})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"
 
