@@ -24,23 +24,15 @@ class Block:
         if not self.name:
             return f"torch.zeros({', '.join(map(str, self.size))})"
         whole = f'{state}["{self.name}"]'
-        if (
-            len(self.shape) == len(self.size) == 2
-            and self.stride == (self.shape[1], 1)
-            and self.size[1] == self.shape[1]
-        ):
-            return whole + self._rows(self.offset // self.shape[1], self.size[0], self.shape[0])
-        if (
-            len(self.shape) == len(self.size) == 2
-            and self.stride == (1, self.shape[1])
-            and self.size[1] == self.shape[0]
-        ):
-            return whole + ".T" + self._rows(self.offset, self.size[0], self.shape[1])
+        rows, features = self.shape if len(self.shape) == 2 else (0, 0)
+        if self.size[1:] == (features,) and self.stride == (features, 1):
+            return whole + self._rows(self.offset // features, rows)
+        if self.size[1:] == (rows,) and self.stride == (1, features):
+            return whole + ".T" + self._rows(self.offset, features)
         if len(self.shape) == len(self.size) == 1 and self.stride == (1,):
-            return whole + self._rows(self.offset, self.size[0], self.shape[0])
-        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset})" + (
-            ".flatten(-2)" if self.folded else ""
-        )
+            return whole + self._rows(self.offset, self.shape[0])
+        folded = ".flatten(-2)" if self.folded else ""
+        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset}){folded}"
 
     def write(self, state: str, source: str) -> str:
         """Write the line that puts an expression of the part back into a state_dict."""
@@ -48,9 +40,8 @@ class Block:
             return f"{replace(self, folded=False).read(state)}.copy_({source}.unflatten(-1, {self.size[-2:]}))"
         return f"{self.read(state)}.copy_({source})"
 
-    @staticmethod
-    def _rows(start: int, count: int, every: int) -> str:
-        return "" if (start, count) == (0, every) else f"[{start}:{start + count}]"
+    def _rows(self, start: int, every: int) -> str:
+        return "" if (start, self.size[0]) == (0, every) else f"[{start}:{start + self.size[0]}]"
 
 
 def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
@@ -77,14 +68,11 @@ def _even_rows(places: Tensor, parameters: Parameters) -> int:
     if first[0] < 0:
         return int((first < 0).long().cumprod(0).sum())
     name = parameters.name_at(int(first[0]))
-    low = parameters.start[name]
-    inside = (first >= low) & (first < low + parameters.named[name].numel())
-    count = int(inside.long().cumprod(0).sum())
+    count = int(parameters.holds(name, first).long().cumprod(0).sum())
     if count < 3:
         return count if count < 2 or _block(places[:count], parameters) is not None else 1
     steps = first[1:count] - first[: count - 1]
-    even = int((steps == steps[0]).long().cumprod(0).sum()) + 1
-    return even
+    return int((steps == steps[0]).long().cumprod(0).sum()) + 1
 
 
 def _block(places: Tensor, parameters: Parameters) -> Block | None:

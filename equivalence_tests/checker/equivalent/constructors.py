@@ -1,12 +1,13 @@
 """How a module of torch's is constructed, and how a sub-module is reached, as Python."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.texts import without_defaults
 
 LISTS = (nn.ModuleList, nn.Sequential)
 ACTIVATIONS = {F.relu: "F.relu", F.gelu: "F.gelu", torch.relu: "torch.relu", F.silu: "F.silu"}
@@ -60,9 +61,8 @@ def called_with(kind: type[nn.Module], *sizes: int, **options: Any) -> str:
     >>> called_with(nn.MultiheadAttention, 6, 3, dropout=0.0, bias=False)
     'nn.MultiheadAttention(6, 3, bias=False)'
     """
-    known = inspect.signature(kind).parameters
-    named = {name: x for name, x in options.items() if x != known[name].default}
-    said = (f"{name}={ACTIVATIONS[x] if callable(x) else repr(x)}" for name, x in named.items())
+    named = without_defaults(kind, options).items()
+    said = (f"{name}={ACTIVATIONS[x] if callable(x) else repr(x)}" for name, x in named)
     return f"nn.{kind.__name__}({', '.join([*map(str, sizes), *said])})"
 
 

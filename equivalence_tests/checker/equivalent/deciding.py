@@ -40,6 +40,15 @@ class Holding:
         """Whether whole outputs and gradients agree."""
         return self.comparison.agrees
 
+    @property
+    def unexplained(self) -> list[Step]:
+        """The steps that nothing in the code says are intended."""
+        return [step for step, said in self.evidence(()).items() if not said]
+
+    def described(self, intended: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+        """Give what each step does, and its evidence."""
+        return tuple((step.words, said) for step, said in self.evidence(intended).items())
+
     def evidence(self, intended: Sequence[Finding]) -> dict[Step, str]:
         """Give for each step the evidence that it is intended; "" where there is none."""
         return evidence_of(self.steps, intended, self.program.projections(self.parameters))
@@ -67,9 +76,10 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
     unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
         report.verdict = "unchecked"
-        shown = some_of(step.words for step in unexplained)
-        names = " ".join(dict.fromkeys(f"--intended {step.name}=REASON" for step in unexplained))
-        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {names}."
+        shown, options = some_of(step.words for step in unexplained), _options(unexplained)
+        report.reason = (
+            f"Nothing says whether this is intended: {shown}. If it is, say so with {options}."
+        )
         return False
     unlisted = [step for step in reasons if not any(step.is_named_by(finding) for finding in report.intended)]
     report.intended += [step.as_intended(reasons[step]) for step in unlisted]
@@ -103,8 +113,12 @@ def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Findin
 def _suspicion(suspected: Sequence[Finding]) -> str:
     """Say what is suspected, in sentences that blame no line."""
     said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
-    names = " ".join(dict.fromkeys(f"--intended {finding.name}=REASON" for finding in suspected))
-    return f"This is suspected but could not be proven: {said} If it is intended, say so with {names}."
+    return f"This is suspected but could not be proven: {said} If it is intended, say so with {_options(suspected)}."
+
+
+def _options(named: Sequence[Finding | Step]) -> str:
+    """Write the options that say that something is intended."""
+    return " ".join(dict.fromkeys(f"--intended {one.name}=REASON" for one in named))
 
 
 def differs(report: Report, worst: Difference) -> None:

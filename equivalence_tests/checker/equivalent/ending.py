@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.expressions import Expression
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
@@ -66,8 +67,7 @@ class EndReader:
             return None
         with torch.no_grad():
             given = found.of(self.averaged, parameters)
-        close = torch.allclose(given, values, rtol=0, atol=100 * tolerance * float(values.abs().max()))
-        return found if close else None
+        return found if near(given, values, 100 * tolerance) else None
 
     def _as_they_are(self, have: Tensor) -> Affine | None:
         """Find which averaged value each feature is."""
@@ -75,5 +75,5 @@ class EndReader:
         if have.size(-1) != want.size(-1):
             return None
         order = order_of(have, want)
-        close = torch.allclose(have, want[:, order], rtol=0, atol=10 * self.watched.tolerance * float(want.abs().max()))
+        close = near(have, want[:, order], 10 * self.watched.tolerance)
         return Affine(order, None) if close and len(order.unique()) == len(order) else None

@@ -78,9 +78,10 @@ class Held:
     def holding(self) -> Holding:
         """Read the program, and compare it."""
         with kept_parameters(self.situation.subject.module):
-            return self._compared(self.situation)
+            return self._compared()
 
-    def _compared(self, situation: Situation) -> Holding:
+    def _compared(self) -> Holding:
+        situation = self.situation
         layout = Layout.of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
@@ -168,7 +169,7 @@ class Held:
             unwritten=why,
             theirs=source_of(situation.subject.function),
             handed=tuple(writer.writer.handed.values()),
-            steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
+            steps=holding.described(report.intended),
         )
         found = holding.comparison.of(found)
         if not source or not holding.agrees or self._gives_the_same(found, holding.comparison.tolerance):
@@ -324,8 +325,7 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
         return finding
     proving = Proving(situation)
     plain = [*proving.plain()]
-    unexplained = [] if exact is None else [one for one in exact.evidence(()) if not one.evidence]
-    steps = [one for one in unexplained if one.is_named_by(finding)]
+    steps = [] if exact is None else [one for one in exact.unexplained if one.is_named_by(finding)]
     if exact is not None and finding.stage != "wrap":
         gaps = [proving.difference(exact.program.without(step.stage)) for step in steps]
         gap = max([*gaps, *(gap for gap, _ in plain)]) if steps else 0.0

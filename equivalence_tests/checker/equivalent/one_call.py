@@ -42,8 +42,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
         return
     decide(report, holding, intended)
     why = "only a class or function can be written down, and this is one call"  # which gives no signature
-    steps = tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items())
-    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), steps))
+    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), holding.described(report.intended)))
 
 
 def show_by_program(report: Report, found: Examination, judgement: Judgement) -> None:
@@ -56,7 +55,7 @@ def show_by_program(report: Report, found: Examination, judgement: Judgement) ->
 
 
 def _shown(finding: Finding, call: Call, layout: Layout, holding: Holding) -> Finding:
-    steps = [step for step, said in holding.evidence(()).items() if not said and step.is_named_by(finding)]
+    steps = [step for step in holding.unexplained if step.is_named_by(finding)]
     if finding.is_proven or not steps:
         return finding
     plain = holding.program.without(steps[0].stage)

@@ -71,17 +71,14 @@ class OperandReader:
     def read(self, role: str) -> Projection:
         """Read queries, keys or values."""
         try:
-            found = self._projected(role)
-            self.found[role] = replace(found, change=self._change(found, role))
-        except UnreadError as why:
+            found = self._changed(self._projected(role), role)
+        except UnreadError:
             made = self._made_by_a_part(role)
             if made is None:
                 raise
-            try:
-                self.found[role] = replace(made, change=self._change(made, role))
-            except UnreadError:
-                raise why from None
-        return self.found[role]
+            found = self._changed(made, role)
+        self.found[role] = found
+        return found
 
     def _made_by_a_part(self, role: str) -> Projection | None:
         """Read heads that a sub-module of the user's own makes of each token, as LoRA does; None where none does."""
@@ -93,10 +90,7 @@ class OperandReader:
         part = self.watched.parameters.module.get_submodule(call.path)
         if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
             return None  # a matrix alone is read as one, or not at all
-        try:
-            tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
-        except UnreadError:
-            return None
+        tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
         if not isinstance(tokens, Called) or not _takes_tokens_apart(tokens, self.values):
             return None
         flat, heads = self._flat(tokens), list[Tensor]()
@@ -133,14 +127,14 @@ class OperandReader:
         gains = [parameters.places(name).flatten() for name in named]
         return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
 
-    def _change(self, found: Projection, role: str) -> Change:
-        """Read what is done to each head between projection and product."""
+    def _changed(self, found: Projection, role: str) -> Projection:
+        """Read what is done to each head between projection and product, beside it."""
         with torch.no_grad():
             projected = found.projected(self.values)
             met = self._all_met(role)
             if int(met.rows.max()) >= projected.size(0) * projected.size(2):
                 raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
-            return change_between(projected, met, self.watched)
+            return replace(found, change=change_between(projected, met, self.watched))
 
     def rows_of(self, role: str, tokens: Tensor) -> Tensor:
         """Say which rows of all that is projected some tokens are."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.same import near
+
 NEARER = 1e-9  # so much farther off is each place
 
 
@@ -76,11 +78,12 @@ class Parameters:
 
     def names_at(self, places: Tensor) -> list[str]:
         """Name the parameters that elements belong to, in the order of the state_dict."""
-        found = [
-            (name, (places >= start) & (places < start + self.named[name].numel()))
-            for name, start in self.start.items()
-        ]
-        return [name for name, inside in found if bool(inside.any())]
+        return [name for name in self.named if bool(self.holds(name, places).any())]
+
+    def holds(self, name: str, places: Tensor) -> Tensor:
+        """Say which places are those of a parameter's elements."""
+        start = self.start[name]
+        return (places >= start) & (places < start + self.named[name].numel())
 
     def is_beside(self, bias: Tensor, weight: Tensor) -> bool:
         """Whether a bias, which may be none, belongs to the module that the weight belongs to."""
@@ -166,6 +169,12 @@ def order_of(have: Tensor, want: Tensor, first: int = 0) -> Tensor:
 def snapped(measured: float, exact: float, tolerance: float) -> float:
     """Take an exact number in the place of one that was measured, where they differ by rounding alone."""
     return exact if abs(measured - exact) <= 1e-2 * tolerance * abs(exact) else measured
+
+
+def factor_between(x: Tensor, have: Tensor, tolerance: float) -> float | None:
+    """Give the number that turns one into the other, up to rounding; None if none does."""
+    factor = float((x * have).sum() / x.square().sum())
+    return snapped(factor, 1.0, tolerance) if factor != 0 and near(x * factor, have, tolerance) else None
 
 
 def paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:

@@ -64,9 +64,12 @@ class Program:
             values: What it is computed from.
             may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
         """
-        averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)
-        output = self.output.of(averaged, values.parameters)
+        output = self.output.of(self.merged(values, may_attend), values.parameters)
         return self.output.around(replace(values, output=output))
+
+    def merged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give the averaged values of all heads side by side, (b, q, h * d)."""
+        return self.averaged(values, may_attend).transpose(1, 2).flatten(2)
 
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
@@ -288,8 +291,7 @@ class Program:
                 yield Step(f"only a part of what {path} makes takes part", "", "unused")
         used = self._places.unique()
         for name in sorted(self.projections(parameters)):
-            start, count = parameters.start[name], parameters.named[name].numel()
-            if int(((used >= start) & (used < start + count)).sum()) < count:
+            if int(parameters.holds(name, used).sum()) < parameters.named[name].numel():
                 yield Step(f"only a part of {name} takes part", "", "unused")
 
     def _of_operands(self) -> Iterator[Step]:

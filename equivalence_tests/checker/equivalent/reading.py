@@ -70,7 +70,7 @@ def _read(watched: Watched) -> tuple[Program, float]:
             sink=reader.sink,
         )
         with torch.no_grad():
-            averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
+            averaged = program.merged(watched.values).flatten(0, 1)
         try:
             output = EndReader(watched, averaged).read()
         except UnreadError as error:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import Projection
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between
 from equivalence_tests.checker.equivalent.rotation import Change
 
 BASE = 10_000.0
@@ -87,18 +87,13 @@ def read_relative(
             met = one.projected(values)[0, :, 1]
         for halves, backwards, table in itertools.product((False, True), (False, True), tables or ("",)):
             found = Relative(one, weight, 1.0, halves, backwards, table, bool(table) and len(values.given[table]) > 1)
-            factor = _factor(numbers, met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0])
+            wanted = met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0]
+            factor = factor_between(wanted, numbers, NEAR)
             if factor is not None:
                 usual = (x for x in (met.size(-1) ** -0.5, 1.0) if abs(factor / x - 1) < NEAR)
-                biases = [places for places, of_bias in vectors if _factor(of_bias, met) is not None]
+                biases = [places for places, of_bias in vectors if factor_between(met, of_bias, NEAR) is not None]
                 return replace(found, factor=next(usual, factor), bias=biases[0] if biases else None)
     return None
-
-
-def _factor(numbers: Tensor, wanted: Tensor) -> float | None:
-    """Find by how much numbers are those that are wanted; None where they are others."""
-    factor = float((wanted * numbers).sum() / wanted.square().sum())
-    return factor if torch.allclose(numbers, factor * wanted, rtol=0, atol=NEAR * float(numbers.abs().max())) else None
 
 
 def _by_parameter(
@@ -107,9 +102,7 @@ def _by_parameter(
     """Take apart what each head is made with: matrices, (h, d, features), and vectors, (h, d), with their gradients."""
     matrices, vectors = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for name in parameters.names_at(torch.cat([places for places, _ in gradients])):
-        start = parameters.start[name]
-        inside = [(x >= start) & (x < start + parameters.named[name].numel()) for x, _ in gradients]
-        every = [(x[kept], y[kept]) for (x, y), kept in zip(gradients, inside, strict=True)]
+        every = [(x[kept], y[kept]) for x, y in gradients for kept in [parameters.holds(name, x)]]
         if len({len(x) for x, _ in every}) > 1 or len(every[0][0]) % width:
             return [], []
         places, numbers = (torch.stack(one).view(len(every), width, -1) for one in zip(*every, strict=True))

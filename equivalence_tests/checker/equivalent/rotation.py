@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equivalence_tests.checker.equivalent.parameters import Parameters, snapped
+from equivalence_tests.checker.equivalent.expressions import NORMS
+from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between, snapped
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 
+HEAD_NORMS = {**NORMS, "normalize": lambda x, width, eps: F.normalize(x, dim=-1, eps=eps)}
 EPS = {
     "layer_norm": (1e-5, 1e-6, 1e-12),
     "rms_norm": (1e-5, 1e-6, 1e-8, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps),
@@ -22,20 +24,11 @@ LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
 SLOWEST = 1e-3  # a thousand tokens turn no pair by more than one radian: that says nothing of a position
 
 
-def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis."""
-    if kind == "layer_norm":
-        return F.layer_norm(x, x.shape[-1:], eps=eps)
-    if kind == "rms_norm":
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return F.normalize(x, dim=-1, eps=eps)
-
-
 @dataclass(frozen=True)
 class HeadNorm:
     """A norm over the features of each head, with a gain and a bias that are learnt."""
 
-    kind: str  # "layer_norm", "rms_norm" or "normalize"
+    kind: str  # in ``HEAD_NORMS``
     eps: float  # what keeps it from dividing by 0
     gain: str = ""  # the name of its gain; "" for none
     bias: str = ""  # the name of its bias; "" for none
@@ -44,7 +37,8 @@ class HeadNorm:
 
     def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
         """Normalise heads, (b, h, l, d)."""
-        y = normalised(self.kind, x.transpose(1, 2).flatten(2) if self.whole else x, self.eps)
+        rows = x.transpose(1, 2).flatten(2) if self.whole else x
+        y = HEAD_NORMS[self.kind](rows, rows.size(-1), self.eps)
         y = y * (parameters.named[self.gain].reshape(-1) + self.added) if self.gain else y
         y = y + parameters.named[self.bias].reshape(-1) if self.bias else y
         return y.unflatten(-1, (x.size(1), -1)).transpose(1, 2) if self.whole else y
@@ -163,12 +157,9 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
     """Find the norm or rotation that turns projected heads, (b, h, l, d), into those that meet."""
     if projected.size(-1) != met.numbers.size(-1):
         raise UnreadError("heads have another width where they meet than behind their projection")
-    found = []
-    for norm in (None, *_norms(projected, watched)):
-        if (one := _behind(norm, projected, met, watched)) is not None:
-            found.append(one)
-        if norm is None and found:
-            break
+    bare = _behind(None, projected, met, watched)
+    norms = _norms(projected, watched) if bare is None else ()
+    found = [one for one in (bare, *(_behind(x, projected, met, watched) for x in norms)) if one is not None]
     if not found:
         raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
     near = 10 * min(gap for gap, _ in found)  # of several that differ by rounding, the one without a number beside it
@@ -178,7 +169,7 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
 def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched) -> tuple[float, Change] | None:
     """Find what follows a norm, and how far that is from what meets; None if it is no number and no rotation."""
     x = met.of(projected if norm is None else norm(projected, watched.parameters))
-    rotation, factor = None, _factor(x, met.numbers, watched.tolerance)
+    rotation, factor = None, factor_between(x, met.numbers, watched.tolerance)
     if factor is None:
         positions = met.rows % projected.size(2)
         have = met.numbers
@@ -217,13 +208,6 @@ def _with_gains(plain: HeadNorm, width: int, watched: Watched) -> Iterator[HeadN
         for bias in vectors if plain.kind == "layer_norm" else ():
             if bias != gain:
                 yield replace(plain, gain=gain, bias=bias)
-
-
-def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:
-    """Give the number that turns one into the other; None if none does."""
-    factor = float((x * have).sum() / (x * x).sum())
-    close = torch.allclose(x * factor, have, rtol=0.0, atol=tolerance * float(have.abs().max()))
-    return snapped(factor, 1.0, tolerance) if close and factor != 0 else None
 
 
 def _rotation(x: Tensor, have: Tensor, positions: Tensor) -> tuple[Rotation, float] | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.blocks import Block, blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.texts import Code, bracketed, call_text, outside_of_brackets, without_defaults
@@ -126,7 +126,7 @@ class Writer:
 
     def given(self, places: Tensor) -> Text:
         """Give a weight of a function, made of its arguments."""
-        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", self.read(places)), self)
+        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", joined(self._blocks(places), "theirs")), self)
 
     def number(self, value: float) -> str:
         """Give a number, by the name of the argument that it is the default of."""
@@ -179,25 +179,20 @@ class Writer:
 
     def vector(self, name: str, path: str, plus_one: bool = False) -> None:
         """Make a weight of the equivalent of a parameter, or of 1 + it."""
-        places = torch.arange(self.parameters.named[path].numel()) + self.parameters.start[path]
-        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{self.read(places)},')
-        self.give_back(places, f'ours["{name}"]{" - 1" if plus_one else ""}')
+        self.convert(name, self.parameters.places(path).flatten(), plus_one)
 
-    def convert(self, name: str, places: Tensor) -> None:
-        """Say which parameter elements a weight of the equivalent is."""
-        self.taken.append(f'"{name}": {self.read(places)},')
-        self.give_back(places, f'ours["{name}"]')
+    def convert(self, name: str, places: Tensor, plus_one: bool = False) -> None:
+        """Say which parameter elements a weight of the equivalent is, or which 1 is added to."""
+        blocks = self._blocks(places)
+        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{joined(blocks, "theirs")},')
+        self.returned += written_back(blocks, "theirs", f'ours["{name}"]{" - 1" if plus_one else ""}')
 
-    def read(self, places: Tensor) -> str:
-        """Write the expression that takes parameter elements out of the user's state_dict; 0 where there is none."""
+    def _blocks(self, places: Tensor) -> list[Block]:
+        """Find the parts of the user's parameters that elements are; zeros where there is none."""
         blocks = blocks_of(places, self.parameters)
         if blocks is None:
             raise UnreadError("the weights lie in an order that cannot be written down")
-        return joined(blocks, "theirs")
-
-    def give_back(self, places: Tensor, source: str) -> None:
-        """Write the lines that put them back."""
-        self.returned += written_back(blocks_of(places, self.parameters) or [], "theirs", source)
+        return blocks
 
     def _tied(self) -> Iterator[str]:
         """Write that a parameter is held under another name once more."""
