@@ -77,9 +77,7 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
     if unexplained:
         report.verdict = "unchecked"
         shown, options = some_of(step.words for step in unexplained), _options(unexplained)
-        report.reason = (
-            f"Nothing says whether this is intended: {shown}. If it is, say so with {options}."
-        )
+        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {options}."
         return False
     unlisted = [step for step in reasons if not any(step.is_named_by(finding) for finding in report.intended)]
     report.intended += [step.as_intended(reasons[step]) for step in unlisted]

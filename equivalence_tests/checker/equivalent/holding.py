@@ -38,7 +38,7 @@ from equivalence_tests.checker.equivalent.deciding import (
 from equivalence_tests.checker.equivalent.expressions import Given, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart
-from equivalence_tests.checker.equivalent.plain import MADE_OF
+from equivalence_tests.checker.equivalent.plain import argument_of
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
 from equivalence_tests.checker.equivalent.reading import read
@@ -57,7 +57,7 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckRe
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.reporting.report import Report
 
-FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
+FRESH = "fresh inputs"
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 MANY = 12  # windows of images, in rows and columns
 LONGEST = max(queries for queries, _ in LENGTHS)
@@ -85,23 +85,22 @@ class Held:
         layout = Layout.of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
-        for other in () if comparison.agrees else self._others(program, comparison.worst.case, layout):
+        other = None if comparison.agrees else self._windowed(comparison.worst.case, layout)
+        if other is not None:
             again = self._comparison(other, layout, tolerance)
             program, comparison = (other, again) if again.agrees else (program, comparison)
         parameters = Parameters.of(situation.subject.module)
         steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
-        steps = (*steps, *self._of_later_keys(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
         return Holding(program, parameters, steps, comparison, rest)
 
-    def _others(self, program: Program, case: str, layout: Layout) -> Iterator[Program]:
-        """Give what else may hide keys where one call has other numbers: a mask in the place of it, or a window."""
-        if case.startswith(WITH) and not program.bias.visible.is_everything:
-            yield replace(program, mask_replaces=True)
-        if case.startswith(f"{LONGEST} queries") and self.situation.trial.plan.self_attention:
-            found = self._seen_at(LONGEST, LONGEST)
-            own = Conventions(found.judgements[0], found.call.module).own_mask()
-            yield read(found, layout)[0].hiding_by(own.evidence if own is not None else "")
+    def _windowed(self, case: str, layout: Layout) -> Program | None:
+        """Give the program of the longest input where only that has other numbers, as a window hides keys there."""
+        if not case.startswith(f"{LONGEST} queries") or not self.situation.trial.plan.self_attention:
+            return None
+        found = self._seen_at(LONGEST, LONGEST)
+        own = Conventions(found.judgements[0], found.call.module).own_mask()
+        return read(found, layout)[0].hiding_by(own.evidence if own is not None else "")
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""
@@ -139,19 +138,12 @@ class Held:
         if counts and heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
             yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
 
-    def _of_later_keys(self, program: Program) -> Iterator[Step]:
-        """What skewing leaves later keys is meant to be hidden."""
-        if program.bias.rows is not None:
-            mask = self.situation.plan.mask_parameter
-            said = f"{mask} is there to hide them" if mask else ""
-            yield Step("scores of later keys get what the next query says to other distances", said, "again")
-
     def _of_arguments(self, program: Program) -> Iterator[Step]:
         """Each operand is made of the argument that has its role."""
         arguments = self.situation.arguments
         for role, one in program.roles:
             made_of = {x.name for x in of_kind(Given, one.tokens)}
-            wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
+            wanted = argument_of(role, arguments)
             if wanted and made_of and wanted not in made_of:
                 yield Step(f"the {role} is made from an argument other than {wanted}", "", "project")
 
@@ -202,7 +194,7 @@ class Held:
         for one in (self.situation, *self.situation.other_masks):
             form, name = one.understood, one.plan.mask_parameter
             if form is not None:
-                yield case_of(one.trial, None, f"{WITH} {name}: {form}", seed=31, form=form)
+                yield case_of(one.trial, None, f"with {name}: {form}", seed=31, form=form)
         if self.situation.subject.initial:
             own = case_of(trial, None, "the parameters as they came", seed=32)
             yield replace(own, initial=self.situation.subject.initial)

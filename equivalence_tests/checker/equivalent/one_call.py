@@ -22,7 +22,7 @@ from equivalence_tests.checker.equivalent.expressions import Given, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.reading import plain_layout, read
+from equivalence_tests.checker.equivalent.reading import read
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -79,7 +79,7 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
     named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
     apart = found if named_alike and len(found.judgements) == 1 else _examined(call)
     if _holds_samples_first(apart.judgements[0], call):
-        return apart, plain_layout(first_output)
+        return apart, Layout(_samples_first, _samples_first, first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
@@ -100,6 +100,11 @@ def _convolves(module: nn.Module | None, tokens: Sequence[Tensor]) -> bool:
     """Whether a convolution takes the second axis of what is handed over for its features."""
     made = () if module is None else module.modules()
     return any(isinstance(x, nn.Conv2d) and x.in_channels == tokens[0].size(1) for x in made)
+
+
+def _samples_first(x: Tensor) -> Tensor:
+    """From (batch, ..., features), where all other axes hold tokens, to (batch, tokens, features)."""
+    return x.flatten(1, -2) if x.dim() > 3 else x[None] if x.dim() == 2 else x
 
 
 def _features_last(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,13 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.same import near
 
 NEARER = 1e-9  # so much farther off is each place
+
+
+class Layer(NamedTuple):
+    """A linear layer, as places of parameter elements: (out, in), and (out,) of the bias, -1 for none."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,13 @@ class Parameters:
         """Give the places of the elements of a parameter, in its shape."""
         shape = self.named[name].shape
         return torch.arange(shape.numel()).view(shape) + self.start[name]
+
+    def layer(self, name: str) -> Layer:
+        """Give the places of a weight, (out, in), or one row, and of the bias that stands beside it."""
+        weight = self.places(name).view(1, -1) if self.named[name].dim() == 1 else self.places(name)
+        bias = f"{name.removesuffix('weight')}bias"
+        fits = bias in self.named and self.named[bias].shape == weight.shape[:1]
+        return Layer(weight, self.places(bias) if fits else torch.full(weight.shape[:1], -1))
 
     def taken(self, places: Tensor) -> Tensor:
         """Give the elements at some places; 0 where the place is -1."""

@@ -12,7 +12,7 @@ from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Made
 from equivalence_tests.checker.equivalent.operands import Projection
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Layer, Parameters
 from equivalence_tests.checker.equivalent.program import Program
 
 MADE_OF = {  # the roles of arguments that each is made of, the likeliest first
@@ -32,6 +32,11 @@ class Plain:
     used: frozenset[str]  # the parameters that take part in it
 
 
+def argument_of(role: str, arguments: Mapping[str, str]) -> str:
+    """Name the argument that queries, keys or values are made of; "" where none is known."""
+    return next((arguments[one] for one in MADE_OF[role] if one in arguments), "")
+
+
 def plain_programs(
     module: nn.Module | None, arguments: Mapping[str, str], heads: int, features: int
 ) -> Iterator[Plain]:
@@ -43,7 +48,7 @@ def plain_programs(
         heads: How many there are.
         features: How many features a token of the queries has.
     """
-    given = {role: next((arguments[r] for r in MADE_OF[role] if r in arguments), "") for role in MADE_OF}
+    given = {role: argument_of(role, arguments) for role in MADE_OF}
     parts = _parts(module) if module is not None and next(module.parameters(), None) is not None else (None, "")
     if parts is None or not all(given.values()):
         return
@@ -62,10 +67,7 @@ def plain_programs(
             yield Plain(program, out, frozenset({*program.projections(Parameters.of(module)), *norms}))
 
 
-Rows = tuple[Tensor, Tensor]
-
-
-def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
+def _parts(module: nn.Module) -> tuple[dict[str, Layer], str] | None:
     """Find the weights of queries, keys and values by their names or sizes, and the path of the output projection."""
     matrices = _matrices(module)
     named = {role: [path for path in matrices if said.search(path)] for role, said in OWN.items()}
@@ -81,24 +83,25 @@ def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
         if not packed or len(missing) == 1 or len(matrices[packed][0]) % len(missing):
             return None
         weight, bias = matrices[packed]
-        rows |= dict(zip(missing, zip(weight.chunk(len(missing)), bias.chunk(len(missing)), strict=True), strict=True))
+        pieces = map(Layer, weight.chunk(len(missing)), bias.chunk(len(missing)))
+        rows |= dict(zip(missing, pieces, strict=True))
         rest.remove(packed)
     if len(rest) > 1 or (rest and matrices[rest[0]][0].size(1) % len(rows["query"][0])):
         return None
     return rows, next(iter(rest), "")
 
 
-def _matrices(module: nn.Module) -> dict[str, Rows]:
+def _matrices(module: nn.Module) -> dict[str, Layer]:
     """List the weights and biases of linear layers by path, and what a list holds for each head, as one matrix."""
     parameters, lists = Parameters.of(module), dict[str, list[Tensor]]()
     inside = ((path, child) for path, child in module.named_modules() if path and _is_linear(child))
-    found = {path: _rows(module, path) for path, _ in inside}
+    found = {path: parameters.layer(f"{path}.weight") for path, _ in inside}
     for path, child in module.named_modules():
         for name, x in child.named_parameters(prefix=path) if isinstance(child, nn.ParameterList) else ():
             if x.dim() == 2:
                 lists.setdefault(any_number(name), []).append(parameters.places(name).mT)  # x @ weight
     alike = {name: torch.cat(every) for name, every in lists.items() if len({x.size(1) for x in every}) == 1}
-    return found | {name: (weight, torch.full(weight.shape[:1], -1)) for name, weight in alike.items()}
+    return found | {name: Layer(weight, torch.full(weight.shape[:1], -1)) for name, weight in alike.items()}
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -111,14 +114,7 @@ def _packs(path: str) -> bool:
     return bool(KEYS_AND_VALUES.search(path.rpartition(".")[2])) or "qkv" in path.lower()
 
 
-def _rows(module: nn.Module, path: str) -> Rows:
-    """The places of the weight, (out, in), and of the bias, (out,); -1 for none."""
-    parameters = Parameters.of(module)
-    weight, bias = parameters.places(f"{path}.weight"), f"{path}.bias"
-    return weight, parameters.places(bias) if bias in parameters.named else torch.full(weight.shape[:1], -1)
-
-
-def _of_all_heads(rows: Rows, heads: int, features: int) -> Rows:
+def _of_all_heads(rows: Layer, heads: int, features: int) -> Layer:
     """Give what projects the features of every head alike as rows for all of them; others as they are."""
     weight, bias = rows
     width = features // heads
@@ -126,10 +122,10 @@ def _of_all_heads(rows: Rows, heads: int, features: int) -> Rows:
         return rows
     whole, every = torch.full((heads, width, heads, width), -1), torch.arange(heads)
     whole[every, :, every] = weight
-    return whole.flatten(2).flatten(0, 1), bias.repeat(heads)
+    return Layer(whole.flatten(2).flatten(0, 1), bias.repeat(heads))
 
 
-def _projection(rows: Rows | None, tokens: Expression, heads: int, width: int) -> Projection:
+def _projection(rows: Layer | None, tokens: Expression, heads: int, width: int) -> Projection:
     """Cut the rows into heads; each of fewer heads serves several queries. Without rows, cut the tokens."""
     if rows is None:
         return Projection(torch.arange(heads * width).view(heads, width), None, tokens=tokens)
@@ -141,8 +137,7 @@ def _projection(rows: Rows | None, tokens: Expression, heads: int, width: int) -
 def _output(module: nn.Module | None, path: str, width: int, around: Expression) -> Output:
     if module is None or not path:
         return Output(torch.arange(width), None, around=around)
-    weight, bias = _rows(module, path)
-    return Output(weight, bias, around=around)
+    return Output(*Parameters.of(module).layer(f"{path}.weight"), around=around)
 
 
 def _sublayers(module: nn.Module | None, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:

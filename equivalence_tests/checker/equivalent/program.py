@@ -50,7 +50,6 @@ class Program:
     bias: Bias
     output: Output  # what is made of the averaged values
     cap: float = 0.0  # of a tanh, or a clamp, that holds the scores; 0 if there is none
-    mask_replaces: bool = False  # whether a mask that is handed over takes the place of what is hidden without one
     cuts: bool = False  # whether it is a clamp
     # what the scores of each head are multiplied by as well, where that is learnt; None for nothing
     gain: Expression | None = None
@@ -105,9 +104,7 @@ class Program:
 
     def _added(self, query: Tensor, key: Tensor, values: Values, may_attend: Tensor | None = None) -> Tensor | None:
         """Give what is added to the scores; None for nothing."""
-        replaced = self.mask_replaces and may_attend is not None
-        own = replace(self.bias, visible=Visible()) if replaced else self.bias
-        bias = own(query, key.size(-2), values)
+        bias = self.bias(query, key.size(-2), values)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
@@ -134,12 +131,7 @@ class Program:
         out = self.output.bias is not None and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
-        bias = (
-            not self.cap
-            and not self.mask_replaces
-            and self.gain is self.sink is None
-            and (self.bias.is_none or self.bias.is_causal)
-        )
+        bias = not self.cap and self.gain is self.sink is None and (self.bias.is_none or self.bias.is_causal)
         return whole and out and bias and as_they_are and self.output.around == Attended()
 
     @property
@@ -331,9 +323,7 @@ class Program:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
-            yield Step(
-                f"the distance{self.bias.grid or ''} times a slope is subtracted from the scores", said, "scores"
-            )
+            yield Step("the distance times a slope is subtracted from the scores", said, "scores")
         if self.cap:
             yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):

@@ -2,10 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,12 +181,3 @@ def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
     with torch.no_grad():
         gain = torch.ones(1) if reader.gain is None else reader.gain(reader.values).flatten()
     return torch.stack([number / gain[head % len(gain)] for head, number in heads.items()])
-
-
-def plain_layout(output: Callable[[Any], Tensor]) -> Layout:
-    """The layout of arguments that hold features last: all axes between the first and the last hold tokens."""
-
-    def inward(x: Tensor) -> Tensor:
-        return x.flatten(1, -2) if x.dim() > 3 else x[None] if x.dim() == 2 else x
-
-    return Layout(inward, inward, output)

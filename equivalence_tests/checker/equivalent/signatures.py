@@ -64,6 +64,10 @@ class Signature:
     steps: Mapping[str, str] = field(default_factory=dict)
     returned: str = "b l e"
 
+    def inward(self, name: str) -> str:
+        """Write what lays an argument out as (batch, tokens, features)."""
+        return LAYOUTS[self.steps.get(name, self.layout)][0]
+
     def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
         """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""
         if self.form is None or self.form.shape not in MASK_SHAPES or self.form.held:

@@ -88,7 +88,7 @@ class AttentionWriter:
         if self.signature.layout == WINDOWS:
             yield f"shape = {next(iter(self._kinds))}.shape  # (batch, windows, pixels in each, features)"
         for name, kind in self._kinds.items():
-            turn = LAYOUTS[self.signature.steps.get(name, self.signature.layout)][0]
+            turn = self.signature.inward(name)
             if not turn:
                 continue
             turned = f"{name}{turn}" if kind == "Tensor" else f"[x{turn} for x in {name}]"
@@ -153,8 +153,6 @@ class AttentionWriter:
     # ------------------------------------------------------------------------------------------- parts
     def _of_parts(self) -> Iterator[str]:
         program = self.program
-        if program.mask_replaces:
-            raise UnreadError("masks that replace the causal one are not written down")
         yield from self._inward()
         yield from self._kept_tokens()
         for role, one in program.roles:
@@ -319,12 +317,7 @@ class AttentionWriter:
     def _distances(self, bias: Bias) -> Iterator[str]:
         """Write the distances of keys from queries, where something is made of them."""
         visible = bias.visible
-        if bias.grid is not None:
-            places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
-            yield f"places = {places}"
-            apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
-            yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
-        elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
+        if bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
             yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)
@@ -376,8 +369,6 @@ class AttentionWriter:
         yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
-        if self.program.bias.rows is not None:
-            raise UnreadError("vectors that other queries meet cannot be written down")
         name, width = self.parameters.name_at(int(places.max())), places.size(-1)
         index = (places - self.parameters.start[name]).clamp_min(0)
         first = index[..., :1] // width
