@@ -159,19 +159,24 @@ class KeptSlopesOfTheWrongSign(Distant):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-class OverAGridWithTheWrongSign(Distant):
-    """Far patches of an image behind a class token are favoured, by a buffer."""
+class OverAGrid(Distant):
+    """Right: ALiBi between the patches of an image behind a class token, from a buffer."""
 
     table: Tensor
+    sign = -1.0
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads)
         places = torch.tensor([(row, column) for row in range(2) for column in range(4)]).float()
         far = F.pad((places[:, None] - places).square().sum(-1).sqrt(), (1, 0, 1, 0))
-        self.register_buffer("table", 2.0 ** -torch.arange(1, heads + 1)[:, None, None] * far)
+        self.register_buffer("table", self.sign * 2.0 ** -torch.arange(1, heads + 1)[:, None, None] * far)
 
     def bias(self, x: Tensor) -> Tensor:
         return self.table
+
+
+class OverAGridWithTheWrongSign(OverAGrid):
+    sign = 1.0
 
 
 class Near(Distant):
@@ -244,6 +249,42 @@ class OfOneBias(OfDistances):
         self.of_distances = self.of_keys
 
 
+class Skewed(Distant):
+    """Right beside a causal mask: Huang's skewing, which leaves later keys what the next query says."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.table = nn.Embedding(64, dim // heads)
+
+    def rows(self, length: int) -> Tensor:
+        return self.table(torch.arange(64 - length, 64))
+
+    def skewed(self, scores: Tensor, pad: tuple[int, int] = (1, 0)) -> Tensor:
+        queries, keys = scores.shape[-2:]
+        return F.pad(scores, pad).reshape(*scores.shape[:-2], keys + 1, queries)[..., 1:, :].reshape(scores.shape)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        scores = (q @ k.mT + self.skewed(q @ self.rows(x.size(1)).mT)) * self.scale(q)
+        scores = scores if mask is None else scores.masked_fill(mask[:, None], -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SkewedFromTheStart(Skewed):
+    def rows(self, length: int) -> Tensor:
+        return self.table(torch.arange(length))
+
+
+class SkewedWithoutMask(Skewed):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class SkewedToTheOtherSide(Skewed):
+    def skewed(self, scores: Tensor, pad: tuple[int, int] = (0, 1)) -> Tensor:
+        return super().skewed(scores, pad)
+
+
 @pytest.mark.parametrize("right", [Distant, Table, Fused, RightSide])
 def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
     report = verify(right)
@@ -271,6 +312,15 @@ def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str)
     assert report.mistakes == (name,), str(report)
 
 
+def test_slopes_fall_between_the_patches_of_an_image() -> None:
+    report = verify(OverAGrid(12, 3))
+    assert report.verdict == "equal", str(report)
+    assert "in a grid of 2 x 4 patches behind 1 other times a slope" in " ".join(str(report).split())
+    table = OverAGrid(12, 3)
+    table.table *= 2
+    assert verify(table).verdict == "unchecked"
+
+
 def test_queries_may_meet_a_vector_for_each_distance() -> None:
     module, x = MetByQueries(12, 3).double(), torch.randn(2, 5, 12, dtype=torch.float64)
     report = verify(module)
@@ -293,6 +343,21 @@ def test_queries_may_meet_sinusoids_of_distances_with_a_bias_of_their_own() -> N
 @pytest.mark.parametrize("wrong", [OfOneBias, OfLoudDistances, OfPlaces])
 def test_sinusoids_of_distances_that_are_not_transformer_xls_are_not_called_right(wrong: Callable[..., Any]) -> None:
     assert verify(wrong(12, 2)).verdict != "equal"
+
+
+def test_skewed_products_are_of_distances_up_to_the_query() -> None:
+    report = verify(Skewed(8, 2))
+    assert report.verdict == "equal", str(report)
+    assert (
+        "scores of later keys get what the next query says to other distances: mask is there to hide them"
+        in " ".join(str(report).split())
+    )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wrong", [SkewedFromTheStart, SkewedWithoutMask, SkewedToTheOtherSide])
+def test_skewed_products_that_are_of_no_distance_are_not_called_right(wrong: Callable[..., Any]) -> None:
+    assert verify(wrong(8, 2)).verdict != "equal"
 
 
 def test_rows_that_are_not_shifted_are_of_no_distance() -> None:

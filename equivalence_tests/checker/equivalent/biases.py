@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
@@ -57,16 +58,46 @@ class Visible:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """The places of tokens that are the patches of an image, row after row."""
+
+    rows: int
+    columns: int
+    first: int = 0  # how many other tokens stand before them, each at no distance from any
+    power: float = 2.0  # of the norm that is the distance: 2 for Euclid's
+
+    def __str__(self) -> str:
+        before = f" behind {self.first} other" if self.first else ""
+        return f" in a grid of {self.rows} x {self.columns} patches{before}"
+
+    def distances(self) -> Tensor:
+        """Give the distance of each token from each, (l, l)."""
+        places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
+        return F.pad(torch.cdist(places, places, self.power), (self.first, 0, self.first, 0))
+
+    @classmethod
+    def all_of(cls, length: int) -> Iterator["Grid"]:
+        """List those that have so many tokens."""
+        for first, power in itertools.product((0, 1), (2.0, 1.0, torch.inf)):
+            places = length - first
+            sides = (rows for rows in range(2, places // 2 + 1) if places % rows == 0)
+            yield from (cls(rows, places // rows, first, power) for rows in sides)
+
+
+@dataclass(frozen=True)
 class Bias:
     """What is added to the scores."""
 
     visible: Visible = Visible()
     slopes: Tensor | None = None  # what each head subtracts for each step of distance, (h,); None for nothing
+    grid: Grid | None = None  # in which that distance is; None for that in the row of tokens
     # which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector for each
     # distance; None for none
     learnt: Tensor | None = None
     factor: float = 1.0  # what these elements are multiplied by
     meets: bool = False  # whether the queries meet them
+    # which query meets each vector, (q, k), where that of a later key is met by another one; None for its own
+    rows: Tensor | None = None
     # what a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing
     given: Tensor | None = None
     relative: Relative | None = None  # what queries say to the distance of a key; None for nothing
@@ -82,12 +113,16 @@ class Bias:
         hidden = self.visible.hidden(gap)
         bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
         if self.slopes is not None:
-            bias = -self.slopes[:, None, None] * gap.abs()
+            far = gap.abs() if self.grid is None else self.grid.distances()
+            if far.shape != gap.shape:
+                raise UnreadError("a grid was read for one length only")
+            bias = -self.slopes[:, None, None] * far
         if self.learnt is not None:
             if self.learnt.shape[1:3] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
             met = query if self.meets else torch.ones_like(query[..., :1])
-            bias = bias + self.factor * (met[:, :, :, None] * values.parameters.taken(self.learnt)).sum(-1)
+            met = met[:, :, :, None] if self.rows is None else met[:, :, self.rows]
+            bias = bias + self.factor * (met * values.parameters.taken(self.learnt)).sum(-1)
         if self.relative is not None:
             bias = bias + self.relative(values, key_len)
         return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
@@ -113,13 +148,13 @@ class Bias:
 
     @property
     def _of_each_distance(self) -> dict[int, Tensor]:
-        """The first elements of the vectors that the queries meet, by the distance: (found, h)."""
+        """The first elements of the vectors that the queries meet themselves, by the distance: (found, h)."""
         if self.learnt is None:
             return {}
         rows = self.learnt[..., 0]
         gap = torch.arange(rows.size(1))[:, None] - torch.arange(rows.size(2))
-        seen = (rows >= 0).all(0)
-        return {int(one): rows[:, (gap == one) & seen].mT.unique(dim=0) for one in gap[seen].unique()}
+        own = (rows >= 0).all(0) if self.rows is None else self.rows == torch.arange(rows.size(1))[:, None]
+        return {int(one): rows[:, (gap == one) & own].mT.unique(dim=0) for one in gap[own].unique()}
 
     @property
     def mixes_distances(self) -> bool:
@@ -171,14 +206,19 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     slopes = _slopes(bias, hidden, gap) if alike else None
     if slopes is not None:
         return Bias(visible, slopes)
+    for grid in Grid.all_of(lengths[0]) if alike and lengths[0] == lengths[1] else ():
+        found = Bias(visible, _slopes(bias, hidden, grid.distances()), grid)
+        if found.is_alibi:  # by other numbers, a buffer alone would say that it is intended
+            reader.watched.tolerance = SINGLE  # roots of tables that were made in float32
+            return found
     query = reader.found["query"](reader.values)[0].detach()
     met = torch.ones_like(query[..., :1]) if alike else query
     learnt = _learnt(reader, lengths, ~hidden, met) if bool((every.isinf() == hidden).all()) else None
     if learnt is None and alike:
         raise UnreadError("what is added to the scores is no element of a table times one number")
     if learnt is not None:
-        places, factor = learnt
-        return Bias(_visible(hidden, gap), None, places, factor, not alike)
+        places, factor, rows = learnt
+        return Bias(_visible(hidden, gap), None, None, places, factor, not alike, rows)
     relative = _relative(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
     return Bias(given=every) if relative is None else Bias(_visible(hidden, gap), relative=relative)
 
@@ -262,21 +302,34 @@ def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     return slopes if close else None
 
 
-def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: Tensor) -> tuple[Tensor, float] | None:
-    """Find for each score which parameter elements meet a vector, (h, q, d), and their factor; None if none do."""
+def _learnt(
+    reader: OperandReader, lengths: tuple[int, int], seen: Tensor, met: Tensor
+) -> tuple[Tensor, float, Tensor | None] | None:
+    """Find for each score which parameter elements meet a vector, (h, q, d), their factor, and by which query.
+
+    Skewing leaves later keys the vectors that the next query meets, or none. None if no such elements make the scores;
+    for the queries, None if each is its own.
+    """
     places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
+    rows = torch.arange(lengths[0])[:, None].repeat(1, lengths[1])
     for at, found, numbers in _gradients(reader, lengths, seen):
-        if len(found) != met.size(-1):
+        head, query, key = at
+        later = met.size(-1) > 1 and key > query
+        if later and not len(found):
+            continue
+        for row in range(query, min(query + 1 + later, met.size(1))):
+            both = (paired(found[None], numbers[None], met[head, row], sign, EXACT) for sign in (1.0, -1.0))
+            one = next((x for x in both if x is not None), None) if len(found) == met.size(-1) else None
+            if one is not None:
+                places[at], rows[query, key] = one.weight[0], row
+                factors.append(one.factor)
+                break
+        else:
             return None
-        both = (paired(found[None], numbers[None], met[at[:2]], sign, EXACT) for sign in (1.0, -1.0))
-        one = next((x for x in both if x is not None), None)
-        if one is None:
-            return None
-        places[at] = one.weight[0]
-        factors.append(one.factor)
     usual = (1.0, met.size(-1) ** -0.5, factors[0])
     factor = next(x for x in usual if abs(factors[0] / x - 1) < EXACT)
-    return (places, factor) if all(abs(x / factor - 1) < EXACT for x in factors) else None
+    own = torch.equal(rows, torch.arange(lengths[0])[:, None].expand_as(rows))
+    return (places, factor, None if own else rows) if all(abs(x / factor - 1) < EXACT for x in factors) else None
 
 
 def _relative(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> Relative | None:

@@ -91,6 +91,7 @@ class Held:
             program, comparison = (other, again) if again.agrees else (program, comparison)
         parameters = Parameters.of(situation.subject.module)
         steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
+        steps = (*steps, *self._of_later_keys(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
         return Holding(program, parameters, steps, comparison, rest)
 
@@ -137,6 +138,13 @@ class Held:
         counts = any(getattr(self.situation.subject.module, name, 0) == asked.num_heads for name in COUNTS_HEADS)
         if counts and heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
             yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
+
+    def _of_later_keys(self, program: Program) -> Iterator[Step]:
+        """What skewing leaves later keys is meant to be hidden."""
+        if program.bias.rows is not None:
+            mask = self.situation.plan.mask_parameter
+            said = f"{mask} is there to hide them" if mask else ""
+            yield Step("scores of later keys get what the next query says to other distances", said, "again")
 
     def _of_arguments(self, program: Program) -> Iterator[Step]:
         """Each operand is made of the argument that has its role."""

@@ -323,7 +323,8 @@ class Program:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
-            yield Step("the distance times a slope is subtracted from the scores", said, "scores")
+            distance = f"the distance{self.bias.grid or ''}"
+            yield Step(f"{distance} times a slope is subtracted from the scores", said, "scores")
         if self.cap:
             yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):

@@ -317,7 +317,12 @@ class AttentionWriter:
     def _distances(self, bias: Bias) -> Iterator[str]:
         """Write the distances of keys from queries, where something is made of them."""
         visible = bias.visible
-        if bias.slopes is not None or bias.relative is not None or not visible.is_everything:
+        if bias.grid is not None:
+            places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
+            yield f"places = {places}"
+            apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
+            yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
+        elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
             yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)
@@ -369,6 +374,8 @@ class AttentionWriter:
         yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
+        if self.program.bias.rows is not None:
+            raise UnreadError("vectors that other queries meet cannot be written down")
         name, width = self.parameters.name_at(int(places.max())), places.size(-1)
         index = (places - self.parameters.start[name]).clamp_min(0)
         first = index[..., :1] // width
