@@ -201,7 +201,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
     alike = all(torch.allclose(every[0], one, atol=CLOSE) for one in every)
     visible = _visible(hidden, gap) if alike else Visible()
-    if alike and float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
+    if alike and bool((bias[~hidden].abs() < CLOSE).all()):
         return Bias(visible)
     slopes = _slopes(bias, hidden, gap) if alike else None
     if slopes is not None:
@@ -263,11 +263,6 @@ def _shares(steps: list[int], rows: Tensor, image: int) -> bool:
     return len((seen @ torch.tensor(steps[2:])).unique()) < len(seen)
 
 
-def _above_lowest(bias: Tensor, hidden: Tensor) -> Tensor:
-    low = torch.where(hidden, torch.inf, bias).amin(-1, keepdim=True)
-    return torch.where(hidden, 0.0, bias - torch.where(low.isinf(), 0.0, low))
-
-
 def _visible(hidden: Tensor, gap: Tensor) -> Visible:
     """Find the distances that are seen."""
     if not bool(hidden.any()):
@@ -293,10 +288,9 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
 def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     """Find what each head subtracts for each step of distance, (q, k); None if it is something else."""
     steps = -gap.abs().double().expand_as(bias)
-    rows = ~hidden & (~hidden).any(-1, keepdim=True)
-    count = rows.sum(-1, keepdim=True).clamp_min(1)
-    centred = [torch.where(rows, x, 0.0) for x in (torch.where(rows, bias, 0.0), steps)]
-    centred = [torch.where(rows, x - x.sum(-1, keepdim=True) / count, 0.0) for x in centred]
+    count = (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    seen = (torch.where(hidden, 0.0, x) for x in (bias, steps))
+    centred = [torch.where(hidden, 0.0, x - x.sum(-1, keepdim=True) / count) for x in seen]
     slopes = (centred[0] * centred[1]).sum((1, 2)) / centred[1].square().sum((1, 2))
     close = torch.allclose(centred[1] * slopes[:, None, None], centred[0], atol=CLOSE)
     return slopes if close else None

@@ -1,6 +1,6 @@
 """Hold a program against the user's code, whole: what comes back, and the gradients of arguments and parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -153,21 +153,17 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    asked = [name for name, x in named.items() if x.requires_grad and x.numel()]
-    wanted = [named[name] for name in asked]
-    one, other = (_gradients((y.double() * weight).sum(), wanted) for y in (ours, theirs))
-    size = max((float(x.abs().max()) for x in other if x is not None), default=0.0)
-    for name, a, b in zip(asked, one, other, strict=True):
-        if a is not None or b is not None:
-            gap = (0.0 if a is None else a) - (0.0 if b is None else b)
-            assert isinstance(gap, Tensor)  # one of the two is
-            yield Difference(case.words, f"gradient of {name}", _number(gap.abs().max() / max(size, 1e-30)))
+    wanted = {name: x for name, x in named.items() if x.requires_grad and x.numel()}
+    one, other = (_gradients((y.double() * weight).sum(), [*wanted.values()]) for y in (ours, theirs))
+    size = max((float(x.abs().max()) for x in other), default=0.0)
+    for name, a, b in zip(wanted, one, other, strict=True):
+        yield Difference(case.words, f"gradient of {name}", _number((a - b).abs().max() / max(size, 1e-30)))
 
 
-def _gradients(y: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
+def _gradients(y: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor]:
     if not y.requires_grad or not wanted:
-        return [None] * len(wanted)
-    return list(torch.autograd.grad(y, wanted, allow_unused=True))
+        return [torch.zeros_like(x) for x in wanted]
+    return torch.autograd.grad(y, wanted, allow_unused=True, materialize_grads=True)
 
 
 def difference_of(ours: Tensor, theirs: Tensor) -> float:

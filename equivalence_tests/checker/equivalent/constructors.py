@@ -1,6 +1,6 @@
 """How a module of torch's is constructed, and how a sub-module is reached, as Python."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,8 +66,7 @@ def called_with(kind: type[nn.Module], *sizes: int, **options: Any) -> str:
     return f"nn.{kind.__name__}({', '.join([*map(str, sizes), *said])})"
 
 
-def _attention(module: nn.Module) -> str:
-    assert isinstance(module, nn.MultiheadAttention)  # chosen by its class
+def _attention(module: nn.MultiheadAttention) -> str:
     bias: Tensor | None = module.in_proj_bias
     apart = {"kdim": module.kdim, "vdim": module.vdim}
     return called_with(
@@ -83,8 +82,7 @@ def _attention(module: nn.Module) -> str:
     )
 
 
-def _layer(module: nn.Module) -> str:
-    assert isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # chosen by its class
+def _layer(module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> str:
     attention, bias = module.self_attn, module.linear1.bias
     if module.activation not in ACTIVATIONS:
         return ""
@@ -100,8 +98,7 @@ def _layer(module: nn.Module) -> str:
     )
 
 
-def _stack(module: nn.Module) -> str:
-    assert isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder)  # chosen by its class
+def _stack(module: nn.TransformerEncoder | nn.TransformerDecoder) -> str:
     layer, norm = constructor(module.layers[0]), "" if module.norm is None else constructor(module.norm)
     if not layer or bool(norm) != (module.norm is not None):
         return ""
@@ -109,7 +106,7 @@ def _stack(module: nn.Module) -> str:
     return f"nn.{type(module).__name__}({layer}, {len(module.layers)}, norm={norm or None}{nested})"
 
 
-_WRITTEN = {
+_WRITTEN: Mapping[type[nn.Module], Callable[[Any], str]] = {
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _layer,
     nn.TransformerDecoderLayer: _layer,

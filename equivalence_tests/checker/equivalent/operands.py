@@ -49,6 +49,12 @@ class Projection(Affine):
         return self.change(self.projected(values), values.parameters)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it projects an argument, and heads meet as they are projected, times a number."""
+        changed = self.change.norm is not None or self.change.rotation is not None
+        return self.bias is not None and isinstance(self.tokens, Given) and not changed
+
+    @property
     def number(self) -> float:
         """What the heads are multiplied by; a norm takes away what stands before it."""
         return self.change.factor * (self.factor if self.change.norm is None else 1.0)

@@ -37,19 +37,17 @@ def argument_of(role: str, arguments: Mapping[str, str]) -> str:
     return next((arguments[one] for one in MADE_OF[role] if one in arguments), "")
 
 
-def plain_programs(
-    module: nn.Module | None, arguments: Mapping[str, str], heads: int, features: int
-) -> Iterator[Plain]:
+def plain_programs(parameters: Parameters, arguments: Mapping[str, str], heads: int, features: int) -> Iterator[Plain]:
     """List the plain attentions that a module or function may be intended as: causal or not, alone or in a sublayer.
 
     Args:
-        module: The user's; None for a function, whose arguments are queries, keys and values.
+        parameters: Of the module; none of a function, whose arguments are queries, keys and values.
         arguments: The name of the argument in each role: "query", "key", "value", "memory" or "input".
         heads: How many there are.
         features: How many features a token of the queries has.
     """
     given = {role: argument_of(role, arguments) for role in MADE_OF}
-    parts = _parts(module) if module is not None and next(module.parameters(), None) is not None else (None, "")
+    parts = _parts(parameters) if parameters.named else (None, "")
     if parts is None or not all(given.values()):
         return
     rows, out = parts
@@ -58,18 +56,18 @@ def plain_programs(
     width = sizes[0] // heads
     if width * heads != sizes[0] or any(size % width or heads % (size // width) for size in sizes):
         return
-    for before, around, norms in _sublayers(module, Given(given["query"]), features):
+    for before, around, norms in _sublayers(parameters.module, Given(given["query"]), features):
         tokens = {role: Called(before, (Given(name),)) if before else Given(name) for role, name in given.items()}
         three = [_projection(None if rows is None else rows[role], tokens[role], heads, width) for role in MADE_OF]
-        output = _output(module, out, sizes[0], around)
+        output = _output(parameters, out, sizes[0], around)
         for visible in (Visible(), Visible(0), Visible(0, from_end=True)):
             program = Program(three[0], three[1], three[2], width**-0.5, Bias(visible), output)
-            yield Plain(program, out, frozenset({*program.projections(Parameters.of(module)), *norms}))
+            yield Plain(program, out, frozenset({*program.projections(parameters), *norms}))
 
 
-def _parts(module: nn.Module) -> tuple[dict[str, Layer], str] | None:
+def _parts(parameters: Parameters) -> tuple[dict[str, Layer], str] | None:
     """Find the weights of queries, keys and values by their names or sizes, and the path of the output projection."""
-    matrices = _matrices(module)
+    matrices = _matrices(parameters)
     named = {role: [path for path in matrices if said.search(path)] for role, said in OWN.items()}
     alone = {role: paths[0] for role, paths in named.items() if len(paths) == 1}
     rest = [path for path in matrices if path not in alone.values()]
@@ -91,12 +89,11 @@ def _parts(module: nn.Module) -> tuple[dict[str, Layer], str] | None:
     return rows, next(iter(rest), "")
 
 
-def _matrices(module: nn.Module) -> dict[str, Layer]:
+def _matrices(parameters: Parameters) -> dict[str, Layer]:
     """List the weights and biases of linear layers by path, and what a list holds for each head, as one matrix."""
-    parameters, lists = Parameters.of(module), dict[str, list[Tensor]]()
-    inside = ((path, child) for path, child in module.named_modules() if path and _is_linear(child))
-    found = {path: parameters.layer(f"{path}.weight") for path, _ in inside}
-    for path, child in module.named_modules():
+    lists, inside = dict[str, list[Tensor]](), [*parameters.module.named_modules()]
+    found = {path: parameters.layer(f"{path}.weight") for path, child in inside if path and _is_linear(child)}
+    for path, child in inside:
         for name, x in child.named_parameters(prefix=path) if isinstance(child, nn.ParameterList) else ():
             if x.dim() == 2:
                 lists.setdefault(any_number(name), []).append(parameters.places(name).mT)  # x @ weight
@@ -134,20 +131,20 @@ def _projection(rows: Layer | None, tokens: Expression, heads: int, width: int) 
     return Projection(weight, bias, tokens=tokens)
 
 
-def _output(module: nn.Module | None, path: str, width: int, around: Expression) -> Output:
-    if module is None or not path:
+def _output(parameters: Parameters, path: str, width: int, around: Expression) -> Output:
+    if not path:
         return Output(torch.arange(width), None, around=around)
-    return Output(*Parameters.of(module).layer(f"{path}.weight"), around=around)
+    return Output(*parameters.layer(f"{path}.weight"), around=around)
 
 
-def _sublayers(module: nn.Module | None, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:
+def _sublayers(module: nn.Module, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:
     """What stands around an attention: nothing; or, where the module has one norm of tokens, that and a residual."""
     norms = [
         path
-        for path, x in (() if module is None else module.named_modules())
+        for path, x in module.named_modules()
         if isinstance(x, nn.LayerNorm | nn.RMSNorm) and tuple(x.normalized_shape) == (features,)
     ]
-    if module is None or len(norms) != 1:
+    if len(norms) != 1:
         yield "", Attended(), set()
         return
     named = {f"{norms[0]}.{name}" for name, _ in module.get_submodule(norms[0]).named_parameters()}

@@ -118,21 +118,15 @@ class Program:
     @property
     def is_multi_head_attention(self) -> bool:
         """Whether ``nn.MultiheadAttention`` suffices."""
-        plain = all(
-            one.bias is not None
-            and isinstance(one.tokens, Given)
-            and (one.change.norm, one.change.rotation) == (None, None)
-            for _, one in self.roles
-        )
-        heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
-        plain = plain and self.query.more is None
-        alike = self.query.weight.shape == self.key.weight.shape == self.value.weight.shape
-        whole = plain and alike and features == heads * width
-        out = self.output.bias is not None and self.output.weight.shape == (features, features)
+        if not all(one.is_plain for _, one in self.roles) or self.output.bias is None or self.query.more is not None:
+            return False
+        heads, width, features = self.query.weight.shape
+        alike = {one.weight.shape for _, one in self.roles} == {(heads, width, features)}
+        whole = alike and features == heads * width and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
-        bias = not self.cap and self.gain is self.sink is None and (self.bias.is_none or self.bias.is_causal)
-        return whole and out and bias and as_they_are and self.output.around == Attended()
+        scores = not self.cap and self.gain is self.sink is None and (self.bias.is_none or self.bias.is_causal)
+        return whole and as_they_are and scores and self.output.around == Attended()
 
     @property
     def scale_of_scores(self) -> float:
@@ -146,7 +140,7 @@ class Program:
         yield from self._of_others(parameters)
         yield from self._in_part(parameters)
         yield from self._in_another_order(parameters)
-        yield from order_steps(self.query, self.key, self.value, self.output)
+        yield from self._in_their_own_order()
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
         yield from self._of_operands()
@@ -272,6 +266,29 @@ class Program:
         if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
+    def _in_their_own_order(self) -> Iterator[Step]:
+        """Rows or columns of the weights that are taken in an order of their own, which nothing says is intended."""
+        output, rows = self.output, {role: _rows(one) for role, one in self.roles}
+        heads = rows["query"][:, 0].argsort(stable=True)
+        rows = {role: found[heads] for role, found in rows.items()}
+        for role, one in self.roles:
+            if one.bias is not None and bool((one.weight.diff() <= 0).any()):
+                yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
+            if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
+                yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
+            turned = one.change.rotation
+            whole = rows[role].view(1, -1) if turned is not None and turned.whole else rows[role]
+            if turned is not None and not turned.is_in_order(_ranks(whole)):
+                yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
+        if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
+            yield Step("the features of queries and keys are paired in another order", "", "split")
+        if not _alike(_columns(output, *self.value.weight.shape[:2])[heads], rows["value"]):
+            yield Step("the heads are put side by side in another order than they were split in", "", "merge")
+        if output.bias is not None:
+            biased = bool((output.bias >= 0).all())
+            if bool((output.weight[:, 0].diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
+                yield Step("the features of the output are put in another order", "", "output")
+
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight, or what a sub-module makes, of which some elements take no part."""
         module = parameters.module
@@ -362,33 +379,6 @@ def _projecting(around: Expression, module: nn.Module) -> str | None:
     """The linear layer that takes the averaged values behind a gate: the output projection."""
     called = (x.path for x in of_kind(Called, around) if attends(x))
     return next((path for path in called if isinstance(module.get_submodule(path), nn.Linear)), None)
-
-
-def order_steps(query: Projection, key: Projection, value: Projection, output: Output) -> Iterator[Step]:
-    """List where rows or columns of the weights are taken in an order of their own, which nothing says is intended."""
-    rows = {"query": _rows(query), "key": _rows(key), "value": _rows(value)}
-    heads = rows["query"][:, 0].argsort(stable=True)
-    rows = {role: found[heads] for role, found in rows.items()}
-    for role, one in (("query", query), ("key", key), ("value", value)):
-        if one.bias is not None and bool((one.weight.diff() <= 0).any()):
-            yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
-        if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
-            yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
-        turned = one.change.rotation
-        if turned is not None and not turned.is_in_order(
-            _ranks(rows[role].view(1, -1) if turned.whole else rows[role])
-        ):
-            yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
-    if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
-        yield Step("the features of queries and keys are paired in another order", "", "split")
-    columns = _columns(output, *value.weight.shape[:2])[heads]
-    if not _alike(columns, rows["value"]):
-        yield Step("the heads are put side by side in another order than they were split in", "", "merge")
-    if output.bias is not None:
-        order = output.weight[:, 0]
-        biased = bool((output.bias >= 0).all())
-        if bool((order.diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
-            yield Step("the features of the output are put in another order", "", "output")
 
 
 def _rows(one: Projection) -> Tensor:

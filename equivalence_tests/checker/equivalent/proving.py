@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
 from equivalence_tests.checker.equivalent.expressions import Values
+from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
@@ -50,6 +51,11 @@ class Proving:
         """Of its arguments and its output."""
         return Layout.of(self.situation.trial)
 
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Of the user's module."""
+        return Parameters.of(self.situation.subject.module)
+
     @property
     def rotates(self) -> bool:
         """Whether queries or keys are rotated by something, which no plain attention does."""
@@ -62,10 +68,9 @@ class Proving:
         Its heads may be so many; () for as many as it was built with.
         """
         situation, sizes = self.situation, self.situation.trial.sizes
-        module = situation.subject.module
-        flat = module is None and "h" not in situation.plan.layout
+        flat = situation.subject.module is None and "h" not in situation.plan.layout
         for heads in [1] if flat else counts or [sizes.num_heads]:
-            for one in plain_programs(module, situation.arguments, heads, sizes.embed_dim):
+            for one in plain_programs(self.parameters, situation.arguments, heads, sizes.embed_dim):
                 yield self.difference(one.program), one
 
     def proof(self, plain: Plain, blamed: Operation | None) -> Proof | None:
@@ -74,7 +79,8 @@ class Proving:
         Where the operation that is blamed stands behind the attention, what comes back is put in there. None where
         something takes part in the user's code that the program does not have: nobody knows then what is right.
         """
-        place, late = self._place(plain), blamed is not None and blamed.index >= self._end(plain)
+        place, end = self._around(plain.output)
+        late = blamed is not None and blamed.index >= end
         place = blamed if late else place
         if place is None or not self._accounts_for_all(plain):
             return None
@@ -108,27 +114,20 @@ class Proving:
         run = self.situation.call.run(patches, seed=seed, read=False)
         return self.layout.outward(self.layout.output(run.output)).double()
 
-    def _place(self, plain: Plain) -> Operation | None:
-        """What gives the averaged values to the output projection, or gives them back."""
+    def _around(self, path: str) -> tuple[Operation | None, int]:
+        """What gives the averaged values to the output projection, or back, and the first operation behind that."""
         run = self.situation.found.run
-        calls = [call for call in run.recorder.calls if call.path == plain.output]
-        if plain.output and len(calls) != 1:
-            return None
-        taken = calls[0].inputs[0] if plain.output else self.layout.output(run.output)
-        before = calls[0].first if plain.output else len(run.operations)
+        calls = [call for call in run.recorder.calls if call.path == path and path]
+        taken, before, end = self.layout.output(run.output), len(run.operations), len(run.operations)
+        if calls:
+            taken, before, end = calls[0].inputs[0], calls[0].first, calls[0].end
         made = (op for op in reversed(run.operations[:before]) if any(slot.tensor is taken for slot in op.outputs))
-        return next(made, None)
-
-    def _end(self, plain: Plain) -> int:
-        """The number of the first operation behind the output projection."""
-        run = self.situation.found.run
-        return next((call.end for call in run.recorder.calls if call.path == plain.output), len(run.operations))
+        return next(made, None) if len(calls) == bool(path) else None, end
 
     def _accounts_for_all(self, plain: Plain) -> bool:
         """Whether all that takes part in the user's code is in the program: parameters, and other arguments."""
-        situation, module = self.situation, self.situation.subject.module
-        every = set() if module is None else {name for name, _ in module.named_parameters()}
-        learnt = every - set(unused_parameters(situation.found.run, module))
+        situation = self.situation
+        learnt = self.parameters.named.keys() - {*unused_parameters(situation.found.run, situation.subject.module)}
         others = [x for _, x in situation.call.tensors if x.is_floating_point() and id(x) not in situation.call.seeds]
         return learnt <= plain.used and not others
 

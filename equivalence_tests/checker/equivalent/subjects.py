@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import exercised_cache
@@ -196,12 +195,10 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
     scales = _callers_scales(situation)
-    if scales and not _is_scaled_as_torch(situation, scales):
-        other = _scaled_as_torch(situation, scales)
-        if other is not None:
-            return diagnose_subject(replace(subject, function=other), errors)
-        scales = {}
-    report = _judged(situation, scales)
+    other = _scaled_as_torch(situation, scales) if scales else subject.function
+    if other is not None and other is not subject.function:
+        return diagnose_subject(replace(subject, function=other), errors)
+    report = _judged(situation, {} if other is None else scales)
     made_up = [*made_up_for(subject.function)]
     report.coverage += made_up
     report.verdict = "partial" if report.verdict == "equal" and made_up else report.verdict
@@ -212,18 +209,13 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     return report
 
 
-def _is_scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> bool:
-    """Whether a module was built with the numbers that give the scale of torch's formula."""
-    made = TRIED.construction_of(situation.subject.function)
-    width = situation.subject.sizes.head_dim
-    return made is not None and all(made.kwargs[name] == width**power for name, power in scales.items())
-
-
-def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> nn.Module | None:
-    """Build the module anew with the scale of torch's formula, where its caller chooses that; None where that fails."""
+def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> Callable[..., Any] | None:
+    """Give the module with the scale of torch's formula, where its caller chooses that; None where that fails."""
     subject = situation.subject
     made = TRIED.construction_of(subject.function)
     wanted = {name: subject.sizes.head_dim**power for name, power in scales.items()}
+    if made is not None and wanted.items() <= made.kwargs.items():
+        return subject.function
     other = None if made is None else built_alike(made.function, subject, **wanted)
     return None if other is None else prepare(other, subject.dtype)
 

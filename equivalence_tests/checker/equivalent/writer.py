@@ -102,7 +102,8 @@ class Writer:
     @property
     def argument(self) -> str:
         """The first argument."""
-        return _names(self.signature)[0]
+        found = re.match(r"\w+(?=:)", self.signature)
+        return found[0] if found else "x"
 
     def equivalent(self, source: str, theirs: str) -> Equivalent:
         """Give what was written, before it is compared."""
@@ -317,12 +318,3 @@ def _identifier(path: str) -> str:
     """
     name = path.replace(".", "_")
     return name if name.isidentifier() else f"part_{name}"
-
-
-def _names(signature: str) -> list[str]:
-    """Name the arguments of a signature.
-
-    >>> _names("x: Tensor, size: int = 3")
-    ['x', 'size']
-    """
-    return re.findall(r"(\w+)(?=:)", signature) or ["x"]
