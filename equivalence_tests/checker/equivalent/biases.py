@@ -91,15 +91,11 @@ class Bias:
     visible: Visible = Visible()
     slopes: Tensor | None = None  # what each head subtracts for each step of distance, (h,); None for nothing
     grid: Grid | None = None  # in which that distance is; None for that in the row of tokens
-    # which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector for each
-    # distance; None for none
-    learnt: Tensor | None = None
+    learnt: Tensor | None = None  # parameter elements that are added, (h, q, k, 1), or met by queries, (h, q, k, d)
     factor: float = 1.0  # what these elements are multiplied by
     meets: bool = False  # whether the queries meet them
-    # which query meets each vector, (q, k), where that of a later key is met by another one; None for its own
-    rows: Tensor | None = None
-    # what a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing
-    given: Tensor | None = None
+    rows: Tensor | None = None  # which query meets each vector, (q, k), where a later key's is another one's
+    given: Tensor | None = None  # what a mask that is handed over adds, (b, h, q, k), where samples differ in that
     relative: Relative | None = None  # what queries say to the distance of a key; None for nothing
 
     def __call__(self, query: Tensor, key_len: int, values: Values) -> Tensor | None:
@@ -301,8 +297,7 @@ def _learnt(
 ) -> tuple[Tensor, float, Tensor | None] | None:
     """Find for each score which parameter elements meet a vector, (h, q, d), their factor, and by which query.
 
-    Skewing leaves later keys the vectors that the next query meets, or none. None if no such elements make the scores;
-    for the queries, None if each is its own.
+    Skewing leaves later keys the vectors that the next query meets, or none. Where each is its own, no query is given.
     """
     places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
     rows = torch.arange(lengths[0])[:, None].repeat(1, lengths[1])

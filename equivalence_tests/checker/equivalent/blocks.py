@@ -123,12 +123,9 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
 
 
 def index_of(places: Tensor, image: int = 1, width: str = "") -> str:
-    """Write which element of a table each head, query and key takes: by even steps, or else one by one.
+    """Write which element of a table each head, query and key takes, (h, q, k), -1 where hidden: by steps, or each.
 
-    Args:
-        places: (h, q, k); -1 where the score is hidden.
-        image: How wide the image is whose rows the tokens are; 1 for a sequence.
-        width: What that is called.
+    The tokens may be the rows of an image so wide; its width has a name.
     """
     steps = steps_to(places, image)
     if steps is None:

@@ -29,10 +29,8 @@ class Case:
     words: str  # what it is, for the user
     redrawn: int | None = None  # draws all parameters anew; None keeps them
     rows: Tensor | None = None  # which tokens of the output are compared, (batch, query_len) bool; None for all
-    # how many queries and keys it has, where these are others than those that were read
-    lengths: tuple[int, int] | None = None
-    # what the parameters are set to, by name; empty to leave them
-    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    lengths: tuple[int, int] | None = None  # how many queries and keys it has, if others than those that were read
+    initial: Mapping[str, Tensor] = field(default_factory=dict)  # what the parameters are set to, by name
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,9 @@ class Comparison:
     """How a program compares with the user's code in several calls."""
 
     tolerance: float  # what differs by less, relative to the largest value, is rounding
-    # the greatest difference, or the first that is more than rounding
-    worst: Difference = Difference("", "output", 0.0)
+    worst: Difference = Difference("", "output", 0.0)  # the greatest, or the first that is more than rounding
     compared: list[str] = field(default_factory=list)  # what each call was that could be compared
-    # the calls that raised something, each with that
-    left_out: list[tuple[Case, Exception]] = field(default_factory=list)
+    left_out: list[tuple[Case, Exception]] = field(default_factory=list)  # the calls that raised something
 
     @property
     def agrees(self) -> bool:

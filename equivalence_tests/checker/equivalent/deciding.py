@@ -32,8 +32,7 @@ class Holding:
     parameters: Parameters
     steps: tuple[Step, ...]  # what torch's formula does not have
     comparison: Comparison
-    # what comes back beside the output and is no part of the program, and whether it is a map of weights
-    left_over: Mapping[str, bool] = field(default_factory=dict)
+    left_over: Mapping[str, bool] = field(default_factory=dict)  # what else comes back, and whether as a map
 
     @property
     def agrees(self) -> bool:
@@ -65,13 +64,7 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
 
 
 def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[str, str]) -> bool:
-    """Say whether all steps of a program are intended, and write it into a report.
-
-    Args:
-        report: Receives what is intended, or why there is no verdict.
-        evidence: What says so of each step; "" where nothing does.
-        intended: What is known to be intended, by name, or one step by its words, each with the reason.
-    """
+    """Say whether all steps of a program are intended, by their evidence or the user's words, and write it down."""
     reasons = {step: said or intended.get(step.words, intended.get(step.name, "")) for step, said in evidence.items()}
     unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
@@ -87,9 +80,7 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
 def accuse_with_proof(report: Report, complete: bool = False) -> None:
     """Let nothing count against the code that no number shows: what is unproven is suspected, and blames no line.
 
-    Args:
-        report: Whose findings are looked at; receives another verdict where none is proven.
-        complete: Whether what is proven is known to be all; else what was seen beside it stays.
+    Where what is proven is not known to be all, what was seen beside it stays.
     """
     unproven = [finding for finding in report.findings if not finding.is_proven]
     if not unproven or (len(unproven) < len(report.findings) and not complete):

@@ -125,10 +125,8 @@ class Called(Expression):
     path: str
     inner: tuple[Expression, ...]
     transposed: bool = False  # whether it is given the features first, (batch, features, tokens)
-    # the rows and columns of the image that the tokens are, where it is given one, features first
-    grid: tuple[int, int] | None = None
-    # what else it is given by name, such as the height and the width of an image
-    numbers: tuple[tuple[str, float], ...] = ()
+    grid: tuple[int, int] | None = None  # the rows and columns of the image that it is given, features first
+    numbers: tuple[tuple[str, float], ...] = ()  # what else it is given by name, as the height and the width
 
     def _of(self, values: Values) -> Tensor:
         given = [inner(values).mT if self.transposed else inner(values) for inner in self.inner]

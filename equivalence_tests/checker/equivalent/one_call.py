@@ -155,10 +155,7 @@ def _call_around(found: Examination, judgement: Judgement) -> Any:
 def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> bool:
     """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample.
 
-    Args:
-        judgement: Of the attention.
-        call: Whose arguments are numbered.
-        axis: Which axis of the arguments holds the tokens of a sample; all but the first and last, if it is 1.
+    The axis is that of the tokens of a sample; all but the first and last, if it is 1.
     """
     lengths = [
         x.size(0) if axis == 0 or x.dim() == 2 else x.shape[1:-1].numel()

@@ -195,12 +195,7 @@ def factor_between(x: Tensor, have: Tensor, tolerance: float) -> float | None:
 def paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:
     """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias.
 
-    Args:
-        places: The parameter elements of each row, (rows, features), or one or two more.
-        numbers: Their gradients.
-        features: What each row is multiplied with.
-        sign: Of the factor.
-        tolerance: What differs by less, relative to the largest feature, is rounding.
+    The places, of the gradients of each row, are (rows, features), or one or two more; the factor has a sign.
     """
     biased, bias = numbers.size(1) - len(features), torch.full((len(numbers), 1), -1)
     factor = sign * float((numbers[0].square().sum() / (features.square().sum() + biased)).sqrt())

@@ -32,8 +32,7 @@ class WrittenPart:
     """A part in torch's own, as text."""
 
     equivalent: Equivalent
-    # the arguments of a function that are its weights, by the names under which a module holds them
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()  # the arguments of a function that are its weights, as a module calls them
 
     def on(self, call: Call, output: Callable[[Any], Tensor]) -> Computes:
         """Give what computes the same as a call, with the weights of a module and with their gradients."""

@@ -51,18 +51,11 @@ class Program:
     output: Output  # what is made of the averaged values
     cap: float = 0.0  # of a tanh, or a clamp, that holds the scores; 0 if there is none
     cuts: bool = False  # whether it is a clamp
-    # what the scores of each head are multiplied by as well, where that is learnt; None for nothing
-    gain: Expression | None = None
-    # a score of each head, learnt, that takes a share of every row and goes to no key; None for none
-    sink: Expression | None = None
+    gain: Expression | None = None  # what is learnt to multiply the scores of each head by as well
+    sink: Expression | None = None  # a score of each head, learnt, that takes a share of every row and goes to no key
 
     def __call__(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
-        """Give what comes back, (batch, tokens, features).
-
-        Args:
-            values: What it is computed from.
-            may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
-        """
+        """Give what comes back, (batch, tokens, features); a mask is (batch, query_len, key_len), True = may look."""
         output = self.output.of(self.merged(values, may_attend), values.parameters)
         return self.output.around(replace(values, output=output))
 

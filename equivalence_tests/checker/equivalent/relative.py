@@ -22,8 +22,7 @@ Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parame
 class Relative:
     """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias))."""
 
-    # how the queries are made that meet the sinusoids
-    query: Projection  # whose bias is that of its projection, and whose second one is what these have alone
+    query: Projection  # of those that meet the sinusoids; the second bias is what these have alone
     weight: Tensor  # the places of the projection of the sinusoids, (h, d, features)
     factor: float = 1.0  # what the products are multiplied by
     halves: bool = False  # whether all sines come first, then all cosines; else they alternate
@@ -71,12 +70,7 @@ def read_relative(
 ) -> Relative | None:
     """Read relative positions off the score of the second query and the first key in each head; None for anything else.
 
-    Args:
-        query: As queries meet keys.
-        gradients: Of these scores, without those of what projects queries and keys.
-        values: Of the run.
-        lengths: How many queries and keys there are.
-        tables: The arguments that may hold a vector for each distance, or each pair.
+    The gradients are without those of what projects queries and keys; the tables are arguments that may hold vectors.
     """
     matrices, vectors = _by_parameter(gradients, values.parameters, query.weight.shape[1])
     if query.bias is None or query.change != Change() or len(matrices) != 1:

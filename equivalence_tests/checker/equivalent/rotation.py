@@ -53,8 +53,7 @@ class Rotation:
     apart: int  # how far the two features of a pair are from one another
     steps: Tensor  # by how much each pair turns from one token to the next, (pairs,)
     first: int = 0  # the position of the first token
-    # the angles of each position, (positions, pairs), where they do not grow evenly; None where they do
-    angles: Tensor | None = None
+    angles: Tensor | None = None  # those of each position, (positions, pairs), where they do not grow evenly
     single: bool = False  # whether its tables are kept in float32
     whole: bool = False  # whether it is of the features of all heads side by side, before they are split
 

@@ -45,8 +45,7 @@ class Search:
 
     drawn: Callable[[int], Call]  # gives a call with the inputs of a seed
     output: Callable[[Any], Tensor]  # finds what is compared in what comes back
-    # what an expression is no part of, and what the code is without it
-    words: tuple[str, str] = ("torch's attention", "torch's")
+    words: tuple[str, str] = ("torch's attention", "torch's")  # what it is no part of, and what the code is without it
     within: bool = False  # whether attentions are parts of it: any expression may then stand behind one
     fixed: Collection[int] = ()  # the ids of the modules whose expressions stay
 
@@ -58,10 +57,8 @@ class Search:
     def locate(self, report: Report, rest: Callable[[Repair], Rest | None], intended: Mapping[str, str]) -> bool:
         """Look for an expression without which the code is torch's, and say whether there is one.
 
-        Args:
-            report: Could not be checked; receives the finding with its proof, or the line in its reason.
-            rest: Reads the code without an expression; None where that is not torch's.
-            intended: What the user says is intended, by name, each with the reason.
+        The report could not be checked; it receives the finding with its proof, or the line in its reason. The rest is
+        read without an expression; None where that is not torch's.
         """
         known: list[tuple[Repair, Rest, Proof, str]] = []
         for repair, watched in itertools.islice(self._repairs(known), MOST_TRIED):

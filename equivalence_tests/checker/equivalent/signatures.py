@@ -53,15 +53,13 @@ class Signature:
     """How the code that was checked is called."""
 
     target: str
-    # the arguments that hold tokens: the name in a call, and the name in its signature
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[tuple[str, str], ...]  # those that hold tokens: the names in a call, and in its signature
     layout: str = "b l e"
     mask: str = ""  # the name of its mask; "" for none
     form: MaskForm | None = None  # how that is understood; None where it is not known
     merged: bool = True  # whether heads that are handed over come back side by side
     tables: tuple[str, ...] = ()  # the arguments that hold relative positions
-    # the arguments that are one time step, and how they are laid out
-    steps: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(default_factory=dict)  # those that are one time step, and how they are laid out
     returned: str = "b l e"
 
     def inward(self, name: str) -> str:

@@ -58,13 +58,7 @@ class Code(NDArrayOperatorsMixin):
 
 
 def call_text(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Write a call of one of torch's functions: as an operator, a method, an attribute or a function.
-
-    Args:
-        function: The function.
-        name: What it does, as the engine or numpy has it.
-        args: What it is given; tensors as ``Code``.
-        kwargs: By name.
+    """Write a call of one of torch's functions, which the engine or numpy calls so: as an operator, a method and so on.
 
     >>> x = Code("x")
     >>> str(-(x + 1) ** 2), str((x @ x.mT)[..., :3].relu())

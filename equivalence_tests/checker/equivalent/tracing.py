@@ -41,8 +41,7 @@ class Tracer:
     """Follows tensors of one run."""
 
     watched: Watched
-    # whether a tensor is what the attention gives, behind its projection
-    attended: Callable[[Tensor, Operation], bool] = lambda tensor, operation: False
+    attended: Callable[[Tensor, Operation], bool] = lambda *_: False  # whether it is what the attention gives
     steps: int = 0
 
     def read(self, tensor: Tensor, before: int) -> Expression:

@@ -31,8 +31,7 @@ class Layout:
     outward: Callable[[Tensor], Tensor]  # from the output to the same
     output: Callable[[Any], Tensor]  # finds the output in what came back
     tables: tuple[str, ...] = ()  # the arguments that hold relative positions
-    # the same as ``inward`` for each argument that is one time step
-    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # inward, where it is one time step
 
     @classmethod
     def of(cls, trial: Trial) -> Self:

@@ -54,8 +54,7 @@ class Text(Code):
     """Stands for a tensor in a formula of a part."""
 
     writer: "Writer"
-    # the modules that make it of the input, one after the other; None where they are no chain
-    chain: tuple[str, ...] | None = None
+    chain: tuple[str, ...] | None = None  # the modules that make it of the input, one after the other
 
     def made(self, expression: str, chain: tuple[str, ...] | None = None) -> Self:
         """Give what is made of it."""
