@@ -265,16 +265,9 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
         return Visible()
     if bool((hidden != hidden[0]).any()) or bool(hidden[0].all()):
         raise UnreadError("heads differ in what they hide")
-    seen = gap[~hidden[0]]
-    tried = [
-        Visible(0),
-        Visible(0, None, True),
-        Visible(int(seen.min())),
-        Visible(int(seen.min()), int(seen.max())),
-        Visible(None, int(seen.max())),
-        Visible(not_own=True),
-    ]
-    tried += [Visible(windows=read_windows(~hidden[0]))]
+    least, most = (int(x) for x in gap[~hidden[0]].aminmax())
+    tried = [Visible(0), Visible(0, from_end=True), Visible(least), Visible(least, most), Visible(None, most)]
+    tried += [Visible(not_own=True), Visible(windows=read_windows(~hidden[0]))]
     found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)
     if found is None:
         raise UnreadError("what is hidden follows no rule of the distance")

@@ -138,16 +138,9 @@ class Parameters:
     ) -> Affine | None:
         """Read which projection makes some elements of one token, one row for each; None if none makes these numbers.
 
-        d element / d weight is the input of the projection, and d element / d bias is 1, each times the factor: that
-        says which parameter element multiplies which feature. A sum in which each element counts as often as its
-        number says says whose each is.
-
-        Args:
-            elements: The numbers, of a run with gradients.
-            features: The input of the projection at that token, (e,).
-            tolerance: What differs by less, relative to the largest feature, is rounding.
-            without: Names of parameters that belong to something else.
-            biases: How many it may have at most.
+        d element / d weight is the input of the projection, (e,), and d element / d bias is 1, each times the factor:
+        that says which parameter element multiplies which feature. A sum in which each element counts as often as its
+        number says says whose each is. There are as many biases at most; some parameters belong to something else.
         """
         counts = torch.arange(1, len(elements) + 1)
         (places, numbers), (_, counted) = (self.gradient((elements * x).sum(), without) for x in (1, counts))

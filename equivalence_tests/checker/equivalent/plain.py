@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.projecting import OWN, any_number
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Made
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Layer, Parameters
-from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.program import Output, Program
 
 MADE_OF = {  # the roles of arguments that each is made of, the likeliest first
     "query": ("query", "input"),
@@ -40,11 +39,7 @@ def argument_of(role: str, arguments: Mapping[str, str]) -> str:
 def plain_programs(parameters: Parameters, arguments: Mapping[str, str], heads: int, features: int) -> Iterator[Plain]:
     """List the plain attentions that a module or function may be intended as: causal or not, alone or in a sublayer.
 
-    Args:
-        parameters: Of the module; none of a function, whose arguments are queries, keys and values.
-        arguments: The name of the argument in each role: "query", "key", "value", "memory" or "input".
-        heads: How many there are.
-        features: How many features a token of the queries has.
+    The arguments are named by their roles; a function, without parameters, takes queries, keys and values.
     """
     given = {role: argument_of(role, arguments) for role in MADE_OF}
     parts = _parts(parameters) if parameters.named else (None, "")

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.contracts.projecting import OWN
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import (
     Attended,
     Called,
@@ -27,7 +26,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     of_kind,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Affine, Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, adds_its_queries, is_norm
 from equivalence_tests.checker.reach.arguments import ROLES
@@ -37,6 +36,13 @@ BLOCK = re.compile(r"block|resid", re.IGNORECASE)
 ROUNDING = 1e-13  # of factors that are products of exact ones
 ROUNDED = 1e-6  # of those that were measured
 NO_MATRIX = "the module holds no matrix that could"
+
+
+@dataclass(frozen=True)
+class Output(Affine):
+    """What is made of the averaged values of all heads, side by side."""
+
+    around: Expression = field(kw_only=True)  # what is made of that: norms, gates, a residual connection
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between 
 class _Written(Values):
     """What an expression is written down from: arguments, parameters and sub-modules as text."""
 
-    writer: Writer | None = None
+    writer: Writer = field(kw_only=True)
 
     def learnt(self, name: str) -> Any:
-        assert self.writer is not None  # it is given
         return self.writer.parameter(name)
 
     def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
@@ -62,7 +61,7 @@ class AttentionWriter:
         self.writer = Writer(target, self.parameters, module, arguments, self.is_function, SENTENCE, sizes)
         given: Any = {name: Text(own, self.writer) for name, own in self.signature.arguments}
         output: Any = Text("output", self.writer)
-        self.values = _Written(given, self.parameters, output, self.writer)
+        self.values = _Written(given, self.parameters, output, writer=self.writer)
 
     def source(self) -> str:
         """Write the module."""
