@@ -322,10 +322,7 @@ def _relative(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> 
         (found.sort().values, numbers[found.argsort()]) for _, found, numbers in _gradients(reader, lengths, one)
     ]
     tables, query = reader.watched.layout.tables, reader.found["query"]
-    relative = read_relative(query, gradients, reader.values, lengths, tables) if len(gradients) == len(seen) else None
-    if relative is not None and not relative.table:
-        reader.watched.tolerance = SINGLE  # sines of tables that were made in float32
-    return relative
+    return read_relative(query, gradients, reader.values, lengths, tables) if len(gradients) == len(seen) else None
 
 
 def _gradients(

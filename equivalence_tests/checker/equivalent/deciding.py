@@ -157,13 +157,11 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
         others = any(is_same(x, y, tolerance) for y in (*heads, *given))
         return others or any(is_same(x, y, tolerance, of_pairs=True) for y in tables)
 
+    def is_map(x: Tensor) -> bool:  # as weights, which sum to one over the keys
+        return x.shape[-2:] == tables[1].shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
+
     found = {name: x.double() for name, x in rest.items() if not is_known(x.double(), comparison.tolerance)}
-    return {name: _is_map(x, tables[1]) and not is_known(x, TABLE) for name, x in found.items()}
-
-
-def _is_map(x: Tensor, weights: Tensor) -> bool:
-    """Whether it holds numbers for each query and key that sum to one over the keys, as weights do."""
-    return x.shape[-2:] == weights.shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
+    return {name: is_map(x) and not is_known(x, TABLE) for name, x in found.items()}
 
 
 def _tables(program: Program, values: Values) -> Iterator[Tensor]:

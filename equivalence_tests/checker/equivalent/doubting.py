@@ -25,7 +25,7 @@ class Doubt:
 
     watched: Without  # the run, with the places of its operations
     repair: Repair
-    module: nn.Module | None  # the user's; None for a function
+    module: nn.Module  # the user's; an empty one for a function
     behind: bool = False  # whether it stands behind an attention, wherever it is, as in a layer
 
     def said(self) -> str:
@@ -49,7 +49,7 @@ class Doubt:
             holder = self.watched.holders[one.index]
             if holder is not None and holder is not self.module and next(holder.parameters(), None) is None:
                 return f"a part of its own does it, a {type(holder).__name__}"
-        held = [vars(x) for x in ([] if self.module is None else self.module.modules())]
+        held = [vars(x) for x in self.module.modules()]
         for name in SETTING.findall(self.repair.left_out[0].place.text):
             if not SIZES.search(name) and any(isinstance(x.get(name), int | float | str) for x in held):
                 return f"the setting {name} may ask for it"
@@ -70,11 +70,7 @@ class Doubt:
         for one in self.repair.parts[:-1]:
             taken = {storage_of(x.tensor) for x in one.inputs}
             made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
-        held = (
-            set()
-            if self.module is None
-            else {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
-        )
+        held = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         others = [
             bits
             for x, bits in zip(operation.inputs, operation.origins, strict=True)

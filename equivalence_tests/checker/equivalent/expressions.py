@@ -257,7 +257,8 @@ class Evidence:
                 said = "what attends beside what asks, as in Luong's attention" if len({*beside}) == 2 else ""
                 yield Step("features are put side by side", said if Attended() in beside else "", stage)
             elif isinstance(one, Joined):
-                twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
+                leaves = {*of_kind(Given, one), *of_kind(Learnt, one)}
+                twice = len(set(one.inner)) < len(one.inner) or len(leaves) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
                 yield from self._made(one, stage)
@@ -321,11 +322,6 @@ def _is_linear(layer: nn.Linear) -> bool:
     x, y = torch.linspace(-9, 9, 2 * layer.in_features).to(layer.weight).view(2, 1, 1, -1)
     made = ask(lambda: (layer((x + y) / 2), (layer(x) + layer(y)) / 2)).value
     return made is None or torch.allclose(*made, atol=1e-4)  # one that takes more was called with more
-
-
-def _leaves(expression: Expression) -> set[Expression]:
-    """The arguments and parameters that an expression is made of."""
-    return {one for one in all_of(expression) if isinstance(one, Given | Learnt)}
 
 
 def _is_given(one: Expression) -> bool:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
-from equivalence_tests.checker.engine.conventions import Conventions
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
-from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.engine.watching import Slot
@@ -60,7 +58,6 @@ from equivalence_tests.checker.reporting.report import Report
 FRESH = "fresh inputs"
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 MANY = 12  # windows of images, in rows and columns
-LONGEST = max(queries for queries, _ in LENGTHS)
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
@@ -85,23 +82,11 @@ class Held:
         layout = Layout.of(situation.trial)
         program, tolerance = read(situation.found, layout)
         comparison = self._comparison(program, layout, tolerance)
-        other = None if comparison.agrees else self._windowed(comparison.worst.case, layout)
-        if other is not None:
-            again = self._comparison(other, layout, tolerance)
-            program, comparison = (other, again) if again.agrees else (program, comparison)
         parameters = Parameters.of(situation.subject.module)
         steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
         steps = (*steps, *self._of_later_keys(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
         return Holding(program, parameters, steps, comparison, rest)
-
-    def _windowed(self, case: str, layout: Layout) -> Program | None:
-        """Give the program of the longest input where only that has other numbers, as a window hides keys there."""
-        if not case.startswith(f"{LONGEST} queries") or not self.situation.trial.plan.self_attention:
-            return None
-        found = self._seen_at(LONGEST, LONGEST)
-        own = Conventions(found.judgements[0], found.call.module).own_mask()
-        return read(found, layout)[0].hiding_by(own.evidence if own is not None else "")
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""
@@ -121,16 +106,15 @@ class Held:
                 if case.lengths is None:
                     raise
                 with torch.enable_grad():  # what a projection does is said by gradients
-                    other = read(self._seen_at(*case.lengths), layout)[0]
+                    queries, keys = case.lengths
+                    sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
+                    again = situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes))
+                    other = read(again.found, layout)[0]
                 return other(values, may_attend) * (1 if program.bias.is_continued_by(other.bias) else torch.nan)
             except NOT_ITS_SIZE as error:
                 raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
 
         return computed
-
-    def _seen_at(self, queries: int, keys: int) -> Examination:
-        sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
-        return situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes)).found
 
     def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -352,16 +336,6 @@ def _state_difference(report: Report, situation: Situation) -> None:
     report.equivalent = Held(situation).written(holding, report)
 
 
-def equivalent_of(situation: Situation) -> Equivalent:
-    """Make the equivalent of code for the size at which it was read.
-
-    Raises:
-        UnreadError: If none can be made.
-    """
-    held = Held(situation)
-    return held.written(held.holding(), Report(situation.subject.name))
-
-
 def compare_output(report: Report, situation: Situation) -> None:
     """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays."""
     hidden = _what_hides(situation)
@@ -373,7 +347,7 @@ def compare_output(report: Report, situation: Situation) -> None:
         report.findings = [found_mistake("dropout_in_eval", stack=code_lines(drew), evidence=evidence)]
         report.verdict, report.reason = "deviates", ""
         return
-    subject, width = situation.subject, situation.trial.sizes.embed_dim
+    subject, width = situation.subject, trial.sizes.embed_dim
     unsaid = subject.module is not None and not subject.built  # nobody says how many heads an instance has
     counts = [number for number in range(1, width + 1) if width % number == 0] if unsaid else []
     worst = min((gap for gap, _ in Proving(situation).plain(counts)), default=None)

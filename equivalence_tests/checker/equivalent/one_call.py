@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,13 +78,13 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
         return _examined(call), Layout(_features_last, _features_last, first_output)
     named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
     apart = found if named_alike and len(found.judgements) == 1 else _examined(call)
-    if _holds_samples_first(apart.judgements[0], call):
+    if _holds_samples_first(apart.judgements[0], call, _samples_first):
         return apart, Layout(_samples_first, _samples_first, first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
     apart = _examined(call)
-    if not _holds_samples_first(apart.judgements[0], call, axis=0):
+    if not _holds_samples_first(apart.judgements[0], call, _exchanged):
         raise UnreadError("neither its first axis nor its second holds the samples")
     return apart, Layout(_exchanged, _exchanged, first_output)
 
@@ -152,16 +152,9 @@ def _call_around(found: Examination, judgement: Judgement) -> Any:
     return around[-1] if around else None
 
 
-def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> bool:
-    """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample.
-
-    The axis is that of the tokens of a sample; all but the first and last, if it is 1.
-    """
-    lengths = [
-        x.size(0) if axis == 0 or x.dim() == 2 else x.shape[1:-1].numel()
-        for _, x in call.tensors
-        if id(x) in call.seeds
-    ]
+def _holds_samples_first(judgement: Judgement, call: Call, laid: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample as laid out."""
+    lengths = [laid(x).size(1) for _, x in call.tensors if id(x) in call.seeds]
     tokens = token_of(judgement.attention.parts[0].product.left[0][:, 0])
     return bool(lengths) and bool((tokens // lengths[0] == tokens[0] // lengths[0]).all())
 

@@ -55,8 +55,7 @@ class Program:
     scale: float  # what the scores are multiplied by
     bias: Bias
     output: Output  # what is made of the averaged values
-    cap: float = 0.0  # of a tanh, or a clamp, that holds the scores; 0 if there is none
-    cuts: bool = False  # whether it is a clamp
+    cap: float = 0.0  # of a tanh that holds the scores; 0 if there is none
     gain: Expression | None = None  # what is learnt to multiply the scores of each head by as well
     sink: Expression | None = None  # a score of each head, learnt, that takes a share of every row and goes to no key
 
@@ -92,8 +91,6 @@ class Program:
     def products(self, values: Values) -> Tensor:
         """Give the scores before anything is added to them, (b, h, q, k)."""
         scores = self.scale * self._scaled_queries(values) @ self.key(values).mT
-        if self.cuts:
-            return scores.clamp(-self.cap, self.cap)
         return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
 
     def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -342,7 +339,7 @@ class Program:
             distance = f"the distance{self.bias.grid or ''}"
             yield Step(f"{distance} times a slope is subtracted from the scores", said, "scores")
         if self.cap:
-            yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
+            yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), self.bias.visible.evidence, "mask")
 
@@ -354,8 +351,7 @@ class Program:
             return Step(f"{name} is added to the queries", f"the parameter {name}", "again")
         added = relative.added(self.query, parameters)
         here, there = (", ".join(names) or "nothing" for names in added)
-        met = f"the vector in {relative.table}" if relative.table else "a sinusoid"
-        words = f"the queries plus {here} meet {met} of each distance, projected by "
+        words = f"the queries plus {here} meet the vector in {relative.table} of each distance, projected by "
         words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} meet the keys"
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Examination
@@ -55,10 +54,8 @@ def _read(watched: Watched) -> tuple[Program, float]:
         watched.tolerance = SINGLE
     why = UnreadError("")
     for scale, bias in _scores(reader, query, key):
-        cap, bound = _cap(watched.judgement), _bound(watched)
-        program = Program(
-            query, key, value, scale, bias, NOTHING, cap or bound, bool(bound), gain=reader.gain, sink=reader.sink
-        )
+        cap = _cap(watched.judgement)
+        program = Program(query, key, value, scale, bias, NOTHING, cap, gain=reader.gain, sink=reader.sink)
         with torch.no_grad():
             averaged = program.merged(watched.values).flatten(0, 1)
         try:
@@ -73,8 +70,6 @@ def _read(watched: Watched) -> tuple[Program, float]:
 def _scores(reader: OperandReader, query: Projection, key: Projection) -> list[tuple[float, Bias]]:
     """What the scores are multiplied by and what is added; where no scores are seen, as in tiles, what it may be."""
     models, attention = reader.watched.judgement.models, reader.watched.judgement.attention
-    if _bound(reader.watched):
-        models = [read_weights(attention.run, part, part.contexts[0], gently=True) for part in attention.parts]
     with torch.no_grad():
         lengths = query.projected(reader.values).size(2), key.projected(reader.values).size(2)
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
@@ -146,14 +141,6 @@ def _cap(judgement: Judgement) -> float:
     cap = caps.pop() if caps else 0.0
     written = round(cap, 6)
     return written if abs(cap - written) <= 1e-6 * abs(cap) else cap  # read off a tanh, not to the last digits
-
-
-def _bound(watched: Watched) -> float:
-    """What a clamp holds the scores at, on both sides; 0 without one."""
-    attention = watched.judgement.attention
-    steps = (operation for part in attention.parts for operation, _, _ in part.steps(attention.run))
-    ends = ((x.argument(1, "min"), x.argument(2, "max")) for x in steps if x.name in ("clamp", "clip"))
-    return next((float(high) for low, high in ends if low and high and low == -high), 0.0)
 
 
 def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:

@@ -1,4 +1,4 @@
-"""Transformer-XL's relative positions: queries with a bias of their own meet a projected sinusoid of each distance."""
+"""Transformer-XL's relative positions: queries with a bias of their own meet a projected vector of each distance."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,21 +13,19 @@ from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between
 from equivalence_tests.checker.equivalent.rotation import Change
 
-BASE = 10_000.0
 NEAR = 1e-5  # of sines in float32
 Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parameter elements, and the numbers
 
 
 @dataclass(frozen=True)
 class Relative:
-    """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias))."""
+    """What is added to the scores: factor * (query · (weight · vector(query's place - key's place) + bias))."""
 
-    query: Projection  # of those that meet the sinusoids; the second bias is what these have alone
-    weight: Tensor  # the places of the projection of the sinusoids, (h, d, features)
+    query: Projection  # of those that meet the vectors; the second bias is what these have alone
+    weight: Tensor  # the places of the projection of the vectors, (h, d, features)
+    table: str  # the argument that holds the vectors
     factor: float = 1.0  # what the products are multiplied by
-    halves: bool = False  # whether all sines come first, then all cosines; else they alternate
     backwards: bool = False  # whether the distance is counted from the query to the key
-    table: str = ""  # the argument that holds vectors in the place of sinusoids; "" for none
     of_pairs: bool = False  # whether it holds one for each query and key, (q, k, features); else one for each distance
     bias: Tensor | None = None  # the places of what the projection adds, (h, d); None for nothing
 
@@ -40,16 +38,9 @@ class Relative:
         return self.factor * torch.einsum("bhqd,qkhd->bhqk", query, vectors)
 
     def positions(self, values: Values, queries: int, keys: int) -> Tensor:
-        """Give the sinusoids of all distances, or what is handed over in their place, (q, k, features)."""
-        apart = torch.arange(queries)[:, None] - torch.arange(keys)
-        if self.table:
-            given = values.given[self.table]
-            return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
-        width = self.weight.size(-1)
-        steps = BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = (-apart if self.backwards else apart)[..., None] * steps
-        both = angles.sin(), angles.cos()
-        return torch.cat(both, -1) if self.halves else torch.stack(both, -1).flatten(-2)
+        """Give the vectors of all distances, (q, k, features)."""
+        apart, given = torch.arange(queries)[:, None] - torch.arange(keys), values.given[self.table]
+        return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
 
     def split(self, query: Projection) -> Projection:
         """Give the queries that meet keys with what only these have added as their second bias."""
@@ -79,8 +70,8 @@ def read_relative(
     for one in _with_other_biases(query, [places for places, _ in vectors], values.parameters):
         with torch.no_grad():
             met = one.projected(values)[0, :, 1]
-        for halves, backwards, table in itertools.product((False, True), (False, True), tables or ("",)):
-            found = Relative(one, weight, 1.0, halves, backwards, table, bool(table) and len(values.given[table]) > 1)
+        for backwards, table in itertools.product((False, True), tables):
+            found = Relative(one, weight, table, 1.0, backwards, len(values.given[table]) > 1)
             wanted = met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0]
             factor = factor_between(wanted, numbers, NEAR)
             if factor is not None:

@@ -66,7 +66,7 @@ class Search:
             proof = None if found is None else self._proof(repair, found)
             if found is not None and proof is not None:
                 doubt = intended.get(name_of(repair), "") or found.doubt
-                doubt = doubt or Doubt(watched, repair, self.module, self.within).said()
+                doubt = doubt or Doubt(watched, repair, Parameters.of(self.module).module, self.within).said()
                 known += [(repair, found, proof, doubt)] if doubt or not known else []
                 if doubt:  # of two ways to make it torch's, one may be intended
                     break

@@ -1,6 +1,5 @@
 """Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
-import inspect
 import math
 import re
 import time
@@ -54,7 +53,6 @@ from equivalence_tests.checker.equivalent.holding import accuse, compare_output,
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
-from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import made_up_for
@@ -62,8 +60,8 @@ from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import ATTENDS, MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.proposing import other_options, parameters_of, used_as
-from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
+from equivalence_tests.checker.reach.proposing import parameters_of, used_as
+from equivalence_tests.checker.reach.state import attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import TRIED, furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -102,10 +100,7 @@ def examine_attention(
         if len(unread) == MOST_SIZES:
             break
     if not unread:
-        other = _with_another_option(found, name, adapter or Adapter(), progress)
-        if other is None:
-            raise CannotCheckError(_cannot_call(errors))
-        return other
+        raise CannotCheckError(_cannot_call(errors))
     return unread[0]
 
 
@@ -133,24 +128,6 @@ def _weighing(subject: Subject) -> Report | None:
     if report.equivalent is not None:
         report.equivalent = replace(report.equivalent, source="", unwritten=ALONE)
     return report
-
-
-def _with_another_option(found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report | None:
-    """Check a class with an option that sets the variable that nothing sets by default; None where none does."""
-    options = other_options(found) if CRASHES.unset and inspect.isclass(found) else ()
-    for option, value in options:
-        crash = CRASHES.unset.get(option)
-        given = partial(found, **{option: value})
-        if crash is None or not isinstance(value, bool):
-            continue
-        report = ask(partial(examine_attention, given, name, adapter, progress)).value
-        if report is not None:
-            facts = {"said": crash.said, "change": f"Set this variable where {option} is {not value}, too."}
-            evidence = f"With {option}={not value}, its default, every call ends here; with {option}={value} calls run."
-            report.findings.append(found_mistake("line_raises", facts, stack=crash.stack, evidence=evidence))
-            report.verdict, report.reason = "deviates", ""
-            return report
-    return None
 
 
 def _watched(subject: Subject, errors: Errors) -> Report | None:
@@ -302,14 +279,11 @@ def _callers_scales(situation: Situation) -> dict[str, float]:
     known = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(made.function) if p.default is p.empty}
     free = [name for name, value in known.items() if value is None or isinstance(value, bool)]
     given = [(name, made.kwargs[name]) for name in free if not used_as(made.function).get(name)]
+    numbers = [(name, x) for name, x in given if type(x) in (int, float) and x > 0]
     beside = subject.sizes.head_dim**-0.5  # torch's own scale, which a further number multiplies
-    ways = [(name, power, x ** (-2 * power)) for name, x in given if _is_number(x) for power in (-0.5, 0.5)]
-    ways += [(name, 0.0, x * beside) for name, x in given if _is_number(x)]
+    ways = [(name, power, x ** (-2 * power)) for name, x in numbers for power in (-0.5, 0.5)]
+    ways += [(name, 0.0, x * beside) for name, x in numbers]
     return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0
 
 
 def _factors(judgements: Sequence[Judgement]) -> list[float]:

@@ -70,7 +70,7 @@ class Watched:
     tolerance: float = field(init=False)  # what differs by less, relative to the largest value, is rounding
 
     def __post_init__(self) -> None:
-        cuts = {operation.index: _cut for operation in self._cut_off() if operation is not None}
+        cuts = dict.fromkeys(self._cut_off(), lambda recorder, operation: operation.outputs[0].value)
         run = self.call.run(cuts, read=False, gradients=True)
         self.recorder, self.returned = run.recorder, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
@@ -177,8 +177,8 @@ class Watched:
             return None
         return place_of(codes.reshape(-1)).argsort(stable=True).view(len(tokens), -1)
 
-    def _cut_off(self) -> list[Operation | None]:
-        """What gives the tokens that are projected, and the averaged values."""
+    def _cut_off(self) -> list[int]:
+        """The numbers of what gives the tokens that are projected, and the averaged values."""
         attention = self.judgement.attention
         run = self.found.run
         ends = [context.operation for part in attention.parts for context in part.contexts]
@@ -191,16 +191,12 @@ class Watched:
                 before = run.names.before[begun.index]
                 taken = [x for x, codes in zip(begun.inputs, before, strict=True) if codes is not None]
                 cut += [run.graph.maker(slot, begun.index) for slot in taken[:1]]
-        return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
+        return [op.index for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
 
 
 def are_single(operations: Iterable[Operation]) -> bool:
     """Whether any of some operations gives numbers of less than double precision."""
     return any(x.value.dtype in LOW for operation in operations for x in operation.outputs)
-
-
-def _cut(recorder: Recorder, operation: Operation) -> Tensor:
-    return operation.outputs[0].value
 
 
 def places_in(codes: Tensor) -> dict[int, int]:

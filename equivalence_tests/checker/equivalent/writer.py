@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.equivalent.blocks import Block, blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.constructors import constructor
@@ -64,15 +65,11 @@ class Text(Code):
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> "Text":
         """Write down a call of one of torch's functions."""
         name, given = function.__name__, without_defaults(function, kwargs or {})
-        first = next(x for x in (*args, *_inside(args)) if isinstance(x, Text))
+        first = next(x for x in tree_leaves(args) if isinstance(x, Text))
         options = ", ".join(f"{key}={value!r}" for key, value in given.items())
         known = first.chain is not None and name in ACTIVATIONS and len(args) == 1
         chain = (*(first.chain or ()), f"nn.{ACTIVATIONS[name]}({options})") if known else None
         return first.made(call_text(function, name, args, given), chain)
-
-
-def _inside(args: Any) -> Iterator[Any]:
-    return (x for one in args if isinstance(one, tuple | list) for x in one)
 
 
 @dataclass

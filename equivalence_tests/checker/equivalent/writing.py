@@ -13,7 +13,7 @@ from equivalence_tests.checker.equivalent.expressions import Given, Values, all_
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
-from equivalence_tests.checker.equivalent.relative import BASE, Relative
+from equivalence_tests.checker.equivalent.relative import Relative
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
 from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
@@ -179,8 +179,7 @@ class AttentionWriter:
         program = self.program
         yield f"scores = {self._scale!r} * query @ key.transpose(-2, -1)"
         if program.cap:
-            bent = f"scores.clamp(-{program.cap!r}, {program.cap!r})"
-            yield f"scores = {bent if program.cuts else f'{program.cap!r} * torch.tanh(scores / {program.cap!r})'}"
+            yield f"scores = {program.cap!r} * torch.tanh(scores / {program.cap!r})"
         if biased:
             yield "scores = scores + bias"
         if program.sink is not None:
@@ -356,19 +355,12 @@ class AttentionWriter:
 
     def _relative(self, relative: Relative) -> Iterator[str]:
         """Write what queries say to the distance of a key."""
-        heads, width, features = relative.weight.shape
+        heads, width, _ = relative.weight.shape
         self.writer.linear(
             "relative_proj", relative.weight.flatten(0, 1), None if relative.bias is None else relative.bias.flatten()
         )
-        if relative.table:
-            row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
-            yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
-        else:
-            steps = f"({BASE!r} ** (-torch.arange(0, {features}, 2) / {features})).to(bias)"
-            yield f"angles = {'-' if relative.backwards else ''}distance[..., None] * {steps}"
-            both = "(angles.sin(), angles.cos()), -1)"
-            yield f"sinusoids = {f'torch.cat({both}' if relative.halves else f'torch.stack({both}.flatten(-2)'}"
-            yield "vectors = self.relative_proj(sinusoids)"
+        row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
+        yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
         each = f"vectors.unflatten(-1, ({heads}, {width}))"
         yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
 
