@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import builtin
-from benchmarks import measuring, own
+from benchmarks import measuring
 from benchmarks.command import app
 from benchmarks.contenders import contenders_of
 from benchmarks.equality import Gate

@@ -75,7 +75,7 @@ def hold_additive(report: Report, situation: Situation) -> None:
     """Compare additive attention with a program of its own layers; a report that says so stays where none agrees."""
     with kept_parameters(situation.subject.module):
         try:
-            found = next((one for one in _readings(situation) if _agrees(_compared(one, situation))), None)
+            found = next((one for one in _readings(situation) if _compared(one, situation).agrees_in_all), None)
         except UnreadError:
             return
         if found is not None:
@@ -102,7 +102,7 @@ def hold_option(one: Exercise, report: Report, situation: Situation) -> Exercise
 def _decide(report: Report, found: Additive, situation: Situation) -> None:
     """Compare it in all calls, also with a mask, and say what it is and what was not run."""
     mask, module = situation.plan.mask_parameter, situation.subject.module
-    form = next((one for one in mask_forms() if mask and _agrees(_compared(found, situation, one))), None)
+    form = next((one for one in mask_forms() if mask and _compared(found, situation, one).agrees_in_all), None)
     comparison = _compared(found, situation, form, everything=True)
     scored = ", ".join(Parameters.of(module).names_at(found.score.weight))
     step = Step("the scores are score(tanh(query + key)), and no products", f"the parameter {scored}", "scores")
@@ -173,11 +173,6 @@ def _compared(
     text = one.written(form if situation.plan.neutral in (None, form) else None)  # it takes a mask of one form
     parts = {id(case): WrittenPart(one.written(form)) for case in masked}
     return compare(lambda x: parts.get(id(x), WrittenPart(text)).on(x.call, layout.outward), cases, as_given, EXACT)
-
-
-def _agrees(comparison: Comparison) -> bool:
-    """Whether it could be compared in all calls, and agrees."""
-    return comparison.agrees and not comparison.left_out
 
 
 def _left_over(one: Additive, situation: Situation) -> Iterator[str]:

@@ -64,7 +64,6 @@ class Grid:
     rows: int
     columns: int
     first: int = 0  # how many other tokens stand before them, each at no distance from any
-    power: float = 2.0  # of the norm that is the distance: 2 for Euclid's
 
     def __str__(self) -> str:
         before = f" behind {self.first} other" if self.first else ""
@@ -73,15 +72,15 @@ class Grid:
     def distances(self) -> Tensor:
         """Give the distance of each token from each, (l, l)."""
         places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
-        return F.pad(torch.cdist(places, places, self.power), (self.first, 0, self.first, 0))
+        return F.pad(torch.cdist(places, places), (self.first, 0, self.first, 0))
 
     @classmethod
     def all_of(cls, length: int) -> Iterator["Grid"]:
         """List those that have so many tokens."""
-        for first, power in itertools.product((0, 1), (2.0, 1.0, torch.inf)):
+        for first in (0, 1):
             places = length - first
             sides = (rows for rows in range(2, places // 2 + 1) if places % rows == 0)
-            yield from (cls(rows, places // rows, first, power) for rows in sides)
+            yield from (cls(rows, places // rows, first) for rows in sides)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,11 @@ class Comparison:
         """Whether whole outputs and gradients agree."""
         return self.worst.size <= self.tolerance
 
+    @property
+    def agrees_in_all(self) -> bool:
+        """Whether each call could be compared, too."""
+        return self.agrees and not self.left_out
+
     def of(self, program: Equivalent) -> Equivalent:
         """Write into a program how it compares."""
         return replace(

@@ -22,6 +22,7 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Exercis
 from equivalence_tests.checker.reporting.report import Report
 
 NOT_TORCHS = "it is not part of torch's program"
+AXES = 4  # of which the order may be another
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,6 @@ def unread(report: Report, why: str) -> None:
     """Say that there is no equivalent, and so no verdict."""
     report.verdict, report.unread = "unchecked", why
     report.reason = f"It could not be written in torch's own parts: {why}."
-
-
-AXES = 4
 
 
 def left_over(program: Program, call: Call, layout: Layout, comparison: Comparison) -> dict[str, bool]:

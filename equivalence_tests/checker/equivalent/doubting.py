@@ -71,11 +71,9 @@ class Doubt:
             taken = {storage_of(x.tensor) for x in one.inputs}
             made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
         held = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
-        others = [
-            bits
-            for x, bits in zip(operation.inputs, operation.origins, strict=True)
-            if storage_of(x.tensor) not in made and not held.issuperset(self.watched.named(bits))
-        ]
+        pairs = zip(operation.inputs, operation.origins, strict=True)
+        outside = (bits for x, bits in pairs if storage_of(x.tensor) not in made)
+        others = [bits for bits in outside if not held.issuperset(self.watched.named(bits))]
         return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
 
     def _zeroes_padding(self, out: Tensor, instead: Tensor) -> str:
@@ -92,9 +90,8 @@ class Doubt:
             one.name in CONTRACTIONS and any(storage_of(x.tensor) in learnt for x in one.inputs)
             for one in self._behind()
         )
-        known = {storage_of(self.repair.instead.tensor)} | {
-            storage_of(x.tensor) for one in self.repair.parts for x in one.outputs
-        }
+        outputs = (x for one in self.repair.parts for x in one.outputs)
+        known = {storage_of(x.tensor) for x in (self.repair.instead, *outputs)}
         alone = all(
             one.name not in MIXES
             and all(storage_of(x.tensor) in known for x in one.inputs)
@@ -132,11 +129,8 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
     apart, ratio = out - instead, torch.where(instead == 0, 1.0, out / instead)
     if bool((apart[apart != 0] <= -HIDING).all()):
         return "it hides keys"
-    if (
-        out.dim() > 2
-        and not _is_same(instead, 0)
-        and any(_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
-    ):
+    of_places = (_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
+    if out.dim() > 2 and not _is_same(instead, 0) and any(of_places):
         return "it depends on positions alone"
     for axis in (-1, -2) if out.dim() > 1 else ():
         if _is_normal(out, axis) and not _is_normal(instead, axis):

@@ -290,8 +290,7 @@ class Evidence:
         return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:
-        called = self.parameters.module.get_submodule(path)
-        inside = {f"{path}.{name}" for name, _ in called.named_parameters()}
+        called, inside = self.parameters.module.get_submodule(path), self.parameters.inside(path)
         named = f"the sub-module {path}, a {type(called).__name__}"
         if isinstance(called, nn.Linear) and not _is_linear(called):
             return ""

@@ -74,18 +74,14 @@ class Held:
 
     def holding(self) -> Holding:
         """Read the program, and compare it."""
-        with kept_parameters(self.situation.subject.module):
-            return self._compared()
-
-    def _compared(self) -> Holding:
-        situation = self.situation
-        layout = Layout.of(situation.trial)
-        program, tolerance = read(situation.found, layout)
-        comparison = self._comparison(program, layout, tolerance)
+        situation, layout = self.situation, Layout.of(self.situation.trial)
         parameters = Parameters.of(situation.subject.module)
-        steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
-        steps = (*steps, *self._of_later_keys(program))
-        rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
+        with kept_parameters(situation.subject.module):
+            program, tolerance = read(situation.found, layout)
+            comparison = self._comparison(program, layout, tolerance)
+            steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
+            steps = (*steps, *self._of_later_keys(program))
+            rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
         return Holding(program, parameters, steps, comparison, rest)
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
@@ -148,13 +144,8 @@ class Held:
             source, why = writer.source(), ""
         except UnreadError as error:
             source, why = "", str(error)
-        found = Equivalent(
-            source=source,
-            unwritten=why,
-            theirs=source_of(situation.subject.function),
-            handed=tuple(writer.writer.handed.values()),
-            steps=holding.described(report.intended),
-        )
+        theirs, handed = source_of(situation.subject.function), tuple(writer.writer.handed.values())
+        found = Equivalent(source, why, theirs, handed, steps=holding.described(report.intended))
         found = holding.comparison.of(found)
         if not source or not holding.agrees or self._gives_the_same(found, holding.comparison.tolerance):
             return found
@@ -169,7 +160,7 @@ class Held:
         cases = [case_of(situation.trial, None, "", seed=41, form=one) for one in forms]
         as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
         text = compare(lambda case: WrittenPart(found).on(case.call, layout.outward), cases, as_given, tolerance)
-        return text.agrees and not text.left_out
+        return text.agrees_in_all
 
     def cases(self) -> Iterator[Case]:
         """List the calls that are compared."""

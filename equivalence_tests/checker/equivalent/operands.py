@@ -181,8 +181,8 @@ class OperandReader:
         made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
         elements = made[[where[int(place)] for place in place_of(wanted)]]
         learnt = {one.name for one in of_kind(Learnt, tokens)}
-        learnt |= {name for one in of_kind(Called, tokens) for name in self._parameters_of(one)}
         parameters, biases = self.watched.parameters, 2 if role == "query" else 1
+        learnt = learnt.union(*(parameters.inside(one.path) for one in of_kind(Called, tokens)))
         found = parameters.projection(elements, flat[token], self.watched.tolerance, learnt, biases)
         if found is None or found.bias is None:
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
@@ -203,11 +203,6 @@ class OperandReader:
             rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
             self.numbers.setdefault(role, _row_numbers(source.codes, rows))
         return tokens
-
-    def _parameters_of(self, one: Called) -> Iterator[str]:
-        """Name the parameters of a sub-module."""
-        part = self.watched.parameters.module.get_submodule(one.path)
-        yield from (f"{one.path}.{name}" for name, _ in part.named_parameters())
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""

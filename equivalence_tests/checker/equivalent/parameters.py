@@ -100,6 +100,10 @@ class Parameters:
         start = self.start[name]
         return (places >= start) & (places < start + self.named[name].numel())
 
+    def inside(self, path: str) -> set[str]:
+        """Name the parameters of a sub-module."""
+        return {f"{path}.{name}" for name, _ in self.module.get_submodule(path).named_parameters()}
+
     def is_beside(self, bias: Tensor, weight: Tensor) -> bool:
         """Whether a bias, which may be none, belongs to the module that the weight belongs to."""
         owners = {name.rpartition(".")[0] for x in (weight, bias[bias >= 0]) for name in self.names_at(x)}

@@ -51,7 +51,7 @@ def plain_programs(parameters: Parameters, arguments: Mapping[str, str], heads: 
     width = sizes[0] // heads
     if width * heads != sizes[0] or any(size % width or heads % (size // width) for size in sizes):
         return
-    for before, around, norms in _sublayers(parameters.module, Given(given["query"]), features):
+    for before, around, norms in _sublayers(parameters, Given(given["query"]), features):
         tokens = {role: Called(before, (Given(name),)) if before else Given(name) for role, name in given.items()}
         three = [_projection(None if rows is None else rows[role], tokens[role], heads, width) for role in MADE_OF]
         output = _output(parameters, out, sizes[0], around)
@@ -132,16 +132,16 @@ def _output(parameters: Parameters, path: str, width: int, around: Expression) -
     return Output(*parameters.layer(f"{path}.weight"), around=around)
 
 
-def _sublayers(module: nn.Module, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:
+def _sublayers(parameters: Parameters, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:
     """What stands around an attention: nothing; or, where the module has one norm of tokens, that and a residual."""
     norms = [
         path
-        for path, x in module.named_modules()
+        for path, x in parameters.module.named_modules()
         if isinstance(x, nn.LayerNorm | nn.RMSNorm) and tuple(x.normalized_shape) == (features,)
     ]
     if len(norms) != 1:
         yield "", Attended(), set()
         return
-    named = {f"{norms[0]}.{name}" for name, _ in module.get_submodule(norms[0]).named_parameters()}
+    named = parameters.inside(norms[0])
     yield "", Called(norms[0], (Made("sum", (Attended(), first)),)), named
     yield norms[0], Made("sum", (Attended(), first)), named

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,10 +153,9 @@ class Program:
     def without(self, stage: str) -> "Program":
         """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
         if stage in ("rotary", "rotated", "operand", "values"):
-            changes, rotates = [one.change for _, one in self.roles], stage in ("rotary", "rotated")
-            bare = [replace(x, rotation=None) if rotates else replace(x, norm=None) for x in changes]
-            three = [replace(one, change=x) for (_, one), x in zip(self.roles, bare, strict=True)]
-            return replace(self, query=three[0], key=three[1], value=three[2])
+            gone: Any = {"rotation": None} if stage in ("rotary", "rotated") else {"norm": None}
+            three: Any = {role: replace(one, change=replace(one.change, **gone)) for role, one in self.roles}
+            return replace(self, **three)
         if stage == "context":
             return replace(self, value=replace(self.value, factor=1.0, change=replace(self.value.change, factor=1.0)))
         if stage == "factor":
@@ -278,7 +278,8 @@ class Program:
                 yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
         if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
             yield Step("the features of queries and keys are paired in another order", "", "split")
-        if not _alike(_columns(output, *self.value.weight.shape[:2])[heads], rows["value"]):
+        columns = output.weight.argsort() if output.bias is None else output.weight[0]  # of the averaged values
+        if not _alike(columns.unflatten(0, self.value.weight.shape[:2])[heads], rows["value"]):
             yield Step("the heads are put side by side in another order than they were split in", "", "merge")
         if output.bias is not None:
             biased = bool((output.bias >= 0).all())
@@ -379,12 +380,6 @@ def _projecting(around: Expression, module: nn.Module) -> str | None:
 def _rows(one: Projection) -> Tensor:
     """Where each row of a projection begins among the parameters, (heads, head_dim)."""
     return one.weight if one.bias is None else one.weight[..., 0]
-
-
-def _columns(output: Output, heads: int, width: int) -> Tensor:
-    """Where each averaged value meets the output projection, or lies in the output, (heads, head_dim)."""
-    columns = output.weight.argsort() if output.bias is None else output.weight[0]
-    return columns.unflatten(0, (heads, width))
 
 
 def _alike(columns: Tensor, rows: Tensor) -> bool:

@@ -88,9 +88,8 @@ class Search:
             return
         ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
         for one in sorted(ours, key=lambda x: len(x.parts)) if self.within else ours:
-            if (not known or one.keeps_operand_of(known[0][0].operation)) and ABOVE_ROUNDING < _apart(
-                before, self._gives(call, one)
-            ) < math.inf:
+            follows = not known or one.keeps_operand_of(known[0][0].operation)
+            if follows and ABOVE_ROUNDING < _apart(before, self._gives(call, one)) < math.inf:
                 yield one, watched
 
     def _gives(self, call: Call, repair: Repair | None = None) -> Tensor | None:

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -272,7 +272,9 @@ def _callers_scales(situation: Situation) -> dict[str, float]:
 
     Each has a power of the width of a head in torch's formula: 0.5 for what divides.
     """
-    subject, factors = situation.subject, _factors(situation.found.judgements)
+    subject = situation.subject
+    read = ((j.models[0], j.first_operands) for j in situation.found.judgements if j.models and j.operands)
+    factors = [model.factor * operands[0].factor * operands[1].factor for model, operands in read]
     made = TRIED.construction_of(subject.function) if subject.built else None
     if made is None or not factors:
         return {}
@@ -284,12 +286,6 @@ def _callers_scales(situation: Situation) -> dict[str, float]:
     ways = [(name, power, x ** (-2 * power)) for name, x in numbers for power in (-0.5, 0.5)]
     ways += [(name, 0.0, x * beside) for name, x in numbers]
     return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
-
-
-def _factors(judgements: Sequence[Judgement]) -> list[float]:
-    """What each attention multiplies the product of queries and keys by, as far as that is known."""
-    read = [(j.models[0], j.first_operands) for j in judgements if j.models and j.operands]
-    return [model.factor * operands[0].factor * operands[1].factor for model, operands in read]
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:

@@ -110,9 +110,8 @@ class Sublayers:
 
     def _is_branch(self, one: Expression) -> bool:
         """Whether it is made by matrices."""
-        return any(
-            isinstance(x, Mapped) or (isinstance(x, Called) and not self._is_norm(x)) for x in _outside_of_sums(one)
-        )
+        made = (x for x in _outside_of_sums(one) if isinstance(x, Called | Mapped))
+        return any(isinstance(x, Mapped) or not self._is_norm(x) for x in made)
 
     def _name(self, branch: Expression) -> str:
         called = (x for x in _outside_of_sums(branch) if isinstance(x, Called | Mapped))

@@ -37,9 +37,8 @@ class Layout:
     def of(cls, trial: Trial) -> Self:
         """Say how a trial lays out its arguments and its output."""
         plan = trial.plan
-        inward, outward, step = (
-            partial(from_layout, layout=layout) for layout in (plan.layout, plan.output_layout, plan.step)
-        )
+        layouts = (plan.layout, plan.output_layout, plan.step)
+        inward, outward, step = (partial(from_layout, layout=layout) for layout in layouts)
         tables = tuple(name for name, role in plan.roles if role in TABLES)
         steps = dict.fromkeys(plan.steps, step)
         return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)

@@ -318,7 +318,7 @@ class AttentionWriter:
         if bias.grid is not None:
             places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
             yield f"places = {places}"
-            apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
+            apart, before = "torch.cdist(places, places)", bias.grid.first
             yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
         elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
