@@ -17,7 +17,7 @@ from benchmarks.workloads import Results, Workload, compiled, may_attend_of, wor
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, situation_of, trials_for
-from equivalence_tests.checker.equivalent.holding import equivalent_of
+from equivalence_tests.checker.equivalent.holding import Held
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -29,6 +29,7 @@ from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import prepare, preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import ArgumentValueError
 
 __all__ = ["check_own", "code_of", "in_torch", "is_in_torch", "is_own", "own_takes_part", "own_workload"]
@@ -171,7 +172,8 @@ def _read_equivalent(situation: Situation, sizes: Sizes) -> Equivalent:
         if sizes != situation.subject.sizes:
             situation = situation_of(situation.subject, replace(situation.trial, sizes=sizes))
             mask_form_of(situation)
-        return equivalent_of(situation)
+        held = Held(situation)
+        return held.written(held.holding(), Report(situation.subject.name))
 
 
 def _translated(equivalent: Equivalent, module: nn.Module, places: "_Places", gradients: Results) -> Results:

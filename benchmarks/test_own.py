@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import builtin
-from benchmarks import measuring, own
+from benchmarks import measuring
 from benchmarks.command import app
 from benchmarks.contenders import contenders_of
 from benchmarks.equality import Gate
@@ -17,6 +17,7 @@ from benchmarks.grids import MASKS, Case
 from benchmarks.own import check_own, own_takes_part, own_workload
 from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
+from equivalence_tests.checker.equivalent.holding import Held
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.instruments.warm_processes import warm_context
@@ -213,7 +214,7 @@ def test_without_an_equivalent_the_reason_is_given(file: Path, monkeypatch: pyte
     def unread(_situation: object) -> None:
         raise UnreadError("it asks the clock")
 
-    monkeypatch.setattr(own, "equivalent_of", unread)
+    monkeypatch.setattr(Held, "holding", unread)
     with pytest.raises(NotImplementedError, match="written in torch's own parts: it asks the clock"):
         own_workload(f"{file}:Separate in torch", CASE)
     nothing = CliRunner().invoke(app, ["--with-equivalent"])

@@ -205,50 +205,6 @@ class MetByQueries(Distant):
         return ((q @ k.mT + met) * self.scale(q)).softmax(-1)
 
 
-class OfDistances(Distant):
-    """Right: Transformer-XL, whose queries have one bias where they meet keys and one for sinusoids of distances."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads)
-        self.project = nn.Linear(dim, dim, bias=False)
-        self.of_keys, self.of_distances = (nn.Parameter(torch.randn(heads, 1, dim // heads)) for _ in range(2))
-
-    def sines(self, x: Tensor) -> Tensor:
-        place, width = torch.arange(x.size(1) - 1, -x.size(1), -1, dtype=x.dtype), x.size(-1)
-        angles = place[:, None] * 10_000 ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
-        return torch.cat([angles.sin(), angles.cos()], -1)
-
-    def shifted(self, scores: Tensor) -> Tensor:
-        b, h, n, m = scores.shape
-        padded = torch.cat([scores.new_zeros(b, h, n, 1), scores], -1).view(b, h, m + 1, n)
-        return padded[:, :, 1:].reshape(b, h, n, m)[..., :n]
-
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        far = self.split(self.project(self.sines(x))[None])
-        said = self.shifted((q + self.of_distances) @ far.mT)
-        return (self.together((q + self.of_keys) @ k.mT, said) * self.scale(q)).softmax(-1)
-
-    def together(self, of_keys: Tensor, of_distances: Tensor) -> Tensor:
-        return of_keys + of_distances
-
-
-class OfPlaces(OfDistances):
-    def shifted(self, scores: Tensor) -> Tensor:
-        return scores[..., : scores.size(-2)]
-
-
-class OfLoudDistances(OfDistances):
-    def together(self, of_keys: Tensor, of_distances: Tensor) -> Tensor:
-        return of_keys + 2 * of_distances
-
-
-class OfOneBias(OfDistances):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads)
-        self.of_distances = self.of_keys
-
-
 class Skewed(Distant):
     """Right beside a causal mask: Huang's skewing, which leaves later keys what the next query says."""
 
@@ -328,21 +284,6 @@ def test_queries_may_meet_a_vector_for_each_distance() -> None:
     assert report.equivalent is not None
     assert torch.allclose(report.equivalent.of(module)(x), module(x), atol=1e-12)
     assert "distances.weight, a vector for each distance" in " ".join(str(report).split())
-
-
-def test_queries_may_meet_sinusoids_of_distances_with_a_bias_of_their_own() -> None:
-    module, x = OfDistances(12, 2).double(), torch.randn(2, 9, 12, dtype=torch.float64)
-    report = verify(module)
-    assert report.verdict == "equal", str(report)
-    assert "the queries plus of_distances meet a sinusoid of each distance" in " ".join(str(report).split())
-    assert report.equivalent is not None
-    assert torch.allclose(report.equivalent.of(module)(x), module(x), atol=1e-12)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("wrong", [OfOneBias, OfLoudDistances, OfPlaces])
-def test_sinusoids_of_distances_that_are_not_transformer_xls_are_not_called_right(wrong: Callable[..., Any]) -> None:
-    assert verify(wrong(12, 2)).verdict != "equal"
 
 
 def test_skewed_products_are_of_distances_up_to_the_query() -> None:

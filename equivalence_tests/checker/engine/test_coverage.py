@@ -270,33 +270,6 @@ class Windowed(Parts):
         return self.attend(*self.project(x), (places[:, None] - places).abs() >= self.window)
 
 
-class WindowOfEight(Windowed):
-    """Hides nothing at the lengths at which an attention is read."""
-
-    wide = 8
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.size(1))
-        far = places[:, None] - places >= self.window
-        return self.attend(*self.project(x), far | (places > places[:, None]))
-
-
-class NumberOfEight(Parts):
-    """No name says that the number is that of a window."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.size(1))
-        far = places[:, None] - places >= 8
-        return self.attend(*self.project(x), far | (places > places[:, None]))
-
-
-@pytest.mark.parametrize(("made", "verdict"), [(WindowOfEight, "equal"), (NumberOfEight, "unchecked")])
-def test_a_window_that_only_longer_inputs_show_is_read(made: type[nn.Module], verdict: str) -> None:
-    report = verify(made)
-    assert report.verdict == verdict, str(report)
-    assert "a query sees keys at distances from 0 to 7 only" in " ".join(str(report).split())
-
-
 class WindowWithoutEffect(Windowed):
     def forward(self, x: Tensor) -> Tensor:
         return self.attend(*self.project(x), above(x.size(1), x.size(1)))

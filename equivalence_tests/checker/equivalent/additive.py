@@ -5,21 +5,21 @@ matrix for both side by side is the same (Luong et al. 2015, concat)
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from equivalence_tests.checker.engine.additive import IT_IS
 from equivalence_tests.checker.engine.coverage import built_alike
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.comparing import Comparison, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, differs, explained, is_same
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held, case_of, signature_of
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Layer, Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart
-from equivalence_tests.checker.equivalent.plain import MADE_OF
+from equivalence_tests.checker.equivalent.plain import MADE_OF, argument_of
 from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -41,35 +41,16 @@ NO_FORM = "no form of it gives what hiding keys before the softmax does"
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A linear layer, as places of parameter elements: (out, in), and (out,) of the bias, -1 for none."""
-
-    weight: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True)
 class Additive:
-    """Writes one way in which the parameters of a module may make additive attention.
-
-    Args:
-        situation: The call.
-        query: Projects the queries.
-        key: Projects the keys.
-        score: Makes one score of what both give.
-    """
+    """Writes one way in which the parameters of a module may make additive attention."""
 
     situation: Situation
     query: Layer
     key: Layer
-    score: Layer
+    score: Layer  # makes one score of what both give
 
     def written(self, form: MaskForm | None = None, weights: bool = False) -> Equivalent:
-        """Write it down, with a mask of some form, and what returns the weights in the place of the output.
-
-        Raises:
-            UnreadError: If it cannot be written.
-        """
+        """Write it down, with a mask of some form, and what returns the weights in the place of the output."""
         signature, module = replace(signature_of(self.situation), form=form), self.situation.subject.module
         assert module is not None  # it has parameters
         arguments = [f"{name}: Tensor" for _, name in signature.arguments]
@@ -77,7 +58,9 @@ class Additive:
         writer = Writer(signature.target, Parameters.of(module), module, ", ".join(arguments), sentence=SENTENCE)
         for name, layer in (("query", self.query), ("key", self.key), ("score", self.score)):
             writer.linear(name, layer.weight, layer.bias)
-        query, key, value = (_laid_out(signature, self._given(role)) for role in MADE_OF)
+        known, names = dict(signature.arguments), self.situation.arguments
+        made_of = (known[argument_of(role, names)] for role in MADE_OF)
+        query, key, value = (name + signature.inward(name) for name in made_of)
         writer.lines = [
             f"query, key = self.query({query}), self.key({key})",
             "scores = self.score(torch.tanh(query[:, :, None] + key[:, None])).squeeze(-1)",
@@ -87,21 +70,12 @@ class Additive:
         result = "weights" if weights else f"(weights @ {value}){LAYOUTS[signature.returned][1]}"
         return writer.equivalent(writer.source(Text(result, writer)), source_of(self.situation.subject.function))
 
-    def _given(self, role: str) -> str:
-        known = self.situation.arguments
-        return next(known[one] for one in MADE_OF[role] if one in known)
-
 
 def hold_additive(report: Report, situation: Situation) -> None:
-    """Compare additive attention with a program of its own layers; the report receives it, and the verdict.
-
-    Args:
-        report: Says that it is additive attention, which stays where no such program agrees.
-        situation: One call of it.
-    """
+    """Compare additive attention with a program of its own layers; a report that says so stays where none agrees."""
     with kept_parameters(situation.subject.module):
         try:
-            found = next((one for one in _readings(situation) if _agrees(_compared(one, situation))), None)
+            found = next((one for one in _readings(situation) if _compared(one, situation).agrees_in_all), None)
         except UnreadError:
             return
         if found is not None:
@@ -111,10 +85,7 @@ def hold_additive(report: Report, situation: Situation) -> None:
 def hold_option(one: Exercise, report: Report, situation: Situation) -> Exercise:
     """Compare what an option makes additive attention of, and say whether that is a program of its own layers.
 
-    Args:
-        one: What is said of an option; anything else is given back.
-        report: Receives what is intended in the program.
-        situation: A call without the option.
+    What is said of anything else is given back; the report receives what is intended in the program.
     """
     subject, (name, _, value) = situation.subject, one.what.partition("=")
     made = built_alike(type(subject.function), subject, **{name: value}) if one.detail.startswith(IT_IS) else None
@@ -131,7 +102,7 @@ def hold_option(one: Exercise, report: Report, situation: Situation) -> Exercise
 def _decide(report: Report, found: Additive, situation: Situation) -> None:
     """Compare it in all calls, also with a mask, and say what it is and what was not run."""
     mask, module = situation.plan.mask_parameter, situation.subject.module
-    form = next((one for one in mask_forms() if mask and _agrees(_compared(found, situation, one))), None)
+    form = next((one for one in mask_forms() if mask and _compared(found, situation, one).agrees_in_all), None)
     comparison = _compared(found, situation, form, everything=True)
     scored = ", ".join(Parameters.of(module).names_at(found.score.weight))
     step = Step("the scores are score(tanh(query + key)), and no products", f"the parameter {scored}", "scores")
@@ -174,11 +145,13 @@ def _trains_alike(situation: Situation) -> bool:
 def _readings(situation: Situation) -> Iterator[Additive]:
     """List every way in which its parameters fit: two matrices, or one for queries and keys side by side."""
     parameters = Parameters.of(situation.subject.module)
-    query, key = (_width_of(role, situation) for role in ("query", "key"))
+    given = Layout.of(situation.trial).values(situation.call).given
+    query, key = (given[argument_of(role, situation.arguments)].size(-1) for role in ("query", "key"))
     matrices = [name for name, x in parameters.named.items() if x.dim() == 2 and min(x.shape) > 1]
     for name in (name for name, x in parameters.named.items() if x.numel() == max(x.shape, default=0) > 1):
-        score = Layer(parameters.places(name).view(1, -1), _bias(name, parameters, 1))
-        layers = [_layer(one, parameters) for one in matrices if len(parameters.named[one]) == score.weight.numel()]
+        score = parameters.layer(name)
+        score = score if len(score.weight) == 1 else Layer(score.weight.mT, torch.tensor([-1]))  # a column
+        layers = [parameters.layer(one) for one in matrices if len(parameters.named[one]) == score.weight.numel()]
         for one in (x for x in layers if x.weight.size(1) == query + key):
             first, last = one.weight.split((query, key), 1), one.weight.split((key, query), 1)
             for own, other in (first, last[::-1]):
@@ -186,23 +159,6 @@ def _readings(situation: Situation) -> Iterator[Additive]:
         for one, other in itertools.permutations(layers, 2):
             if (one.weight.size(1), other.weight.size(1)) == (query, key):
                 yield Additive(situation, one, other, score)
-
-
-def _width_of(role: str, situation: Situation) -> int:
-    given, known = Layout.of(situation.trial).given(situation.call), situation.arguments
-    return given[next(known[one] for one in MADE_OF[role] if one in known)].size(-1)
-
-
-def _layer(name: str, parameters: Parameters) -> Layer:
-    weight = parameters.places(name)
-    return Layer(weight, _bias(name, parameters, len(weight)))
-
-
-def _bias(name: str, parameters: Parameters, size: int) -> Tensor:
-    """The bias that stands beside a weight, or -1 for none."""
-    beside = f"{name.removesuffix('weight')}bias"
-    fits = beside != name and beside in parameters.named and parameters.named[beside].numel() == size
-    return parameters.places(beside) if fits else torch.full((size,), -1)
 
 
 def _compared(
@@ -219,26 +175,15 @@ def _compared(
     return compare(lambda x: parts.get(id(x), WrittenPart(text)).on(x.call, layout.outward), cases, as_given, EXACT)
 
 
-def _agrees(comparison: Comparison) -> bool:
-    """Whether it could be compared in all calls, and agrees."""
-    return comparison.agrees and not comparison.left_out
-
-
 def _left_over(one: Additive, situation: Situation) -> Iterator[str]:
     """Name what comes back beside the output and is not the weights."""
     returned = situation.call.returned()
     output = Layout.of(situation.trial).output(returned)
     weights = WrittenPart(one.written(weights=True)).on(situation.call, lambda x: x)
-    own = weights(dict(situation.call.tensors), situation.subject.module, Parameters.of(situation.subject.module), None)
+    own = weights(Values(dict(situation.call.tensors), Parameters.of(situation.subject.module)), None)
     for place, x in enumerate(tensors_in((returned,)), 1):
         if x is not output and not is_same(x.double(), own.detach().double(), EXACT):
             yield f"output {place}"
-
-
-def _laid_out(signature: Signature, name: str) -> str:
-    """Write an argument as (batch, tokens, features)."""
-    own: Mapping[str, str] = dict(signature.arguments)
-    return own[name] + LAYOUTS[signature.steps.get(own[name], signature.layout)][0]
 
 
 def _hiding(signature: Signature) -> Iterator[str]:

@@ -24,23 +24,14 @@ CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees by their distance alone: query - key lies between two numbers.
+    """Which keys a query sees by their distance alone: query - key lies between two numbers."""
 
-    Args:
-        least: Of the distance; 0 hides the future.
-        most: Of the distance; the length of a window. None for any.
-        from_end: Whether the last query stands beside the last key; else the first beside the first.
-        windows: Into which the tokens are cut; None for one of all.
-        not_own: Whether a query does not see the key of its own place.
-        evidence: What says that it is intended, if that is known.
-    """
-
-    least: int | None = None
-    most: int | None = None
-    from_end: bool = False
-    windows: Windows | None = None
-    not_own: bool = False
-    evidence: str = field(default="", compare=False)
+    least: int | None = None  # of the distance; 0 hides the future
+    most: int | None = None  # the length of a window
+    from_end: bool = False  # the last query stands beside the last key; else the first beside the first
+    windows: Windows | None = None  # into which the tokens are cut; None for one of all
+    not_own: bool = False  # whether a query does not see the key of its own place
+    evidence: str = field(default="", compare=False)  # what says that it is intended, if that is known
 
     @property
     def is_everything(self) -> bool:
@@ -57,11 +48,7 @@ class Visible:
         return f"a query sees keys at distances from {self.least} to {self.most} only"
 
     def hidden(self, gap: Tensor) -> Tensor:
-        """Say which distances are hidden.
-
-        Args:
-            gap: query - key, (q, k).
-        """
+        """Say which distances, query - key, (q, k), are hidden."""
         if self.windows is not None:
             return self.windows.hidden(*gap.shape)
         gap = gap + gap.size(1) - gap.size(0) if self.from_end else gap
@@ -72,19 +59,11 @@ class Visible:
 
 @dataclass(frozen=True)
 class Grid:
-    """The places of tokens that are the patches of an image, row after row.
-
-    Args:
-        rows: How many there are.
-        columns: The same.
-        first: How many other tokens stand before them, each at no distance from any.
-        power: Of the norm that is the distance: 2 for Euclid's.
-    """
+    """The places of tokens that are the patches of an image, row after row."""
 
     rows: int
     columns: int
-    first: int = 0
-    power: float = 2.0
+    first: int = 0  # how many other tokens stand before them, each at no distance from any
 
     def __str__(self) -> str:
         before = f" behind {self.first} other" if self.first else ""
@@ -93,43 +72,30 @@ class Grid:
     def distances(self) -> Tensor:
         """Give the distance of each token from each, (l, l)."""
         places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
-        return F.pad(torch.cdist(places, places, self.power), (self.first, 0, self.first, 0))
+        return F.pad(torch.cdist(places, places), (self.first, 0, self.first, 0))
 
     @classmethod
     def all_of(cls, length: int) -> Iterator["Grid"]:
         """List those that have so many tokens."""
-        for first, power in itertools.product((0, 1), (2.0, 1.0, torch.inf)):
+        for first in (0, 1):
             places = length - first
             sides = (rows for rows in range(2, places // 2 + 1) if places % rows == 0)
-            yield from (cls(rows, places // rows, first, power) for rows in sides)
+            yield from (cls(rows, places // rows, first) for rows in sides)
 
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores.
-
-    Args:
-        visible: What is hidden by the distance.
-        slopes: What each head subtracts for each step of distance, (h,); None for nothing.
-        grid: In which that distance is; None for that in the row of tokens.
-        learnt: Which parameter elements are added, (h, q, k, 1), or are met by the queries, (h, q, k, d), as a vector
-            for each distance; None for none.
-        factor: What these elements are multiplied by.
-        meets: Whether the queries meet them.
-        rows: Which query meets each vector, (q, k), where that of a later key is met by another one; None for its own.
-        given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
-        relative: What queries say to the distance of a key; None for nothing.
-    """
+    """What is added to the scores."""
 
     visible: Visible = Visible()
-    slopes: Tensor | None = None
-    grid: Grid | None = None
-    learnt: Tensor | None = None
-    factor: float = 1.0
-    meets: bool = False
-    rows: Tensor | None = None
-    given: Tensor | None = None
-    relative: Relative | None = None
+    slopes: Tensor | None = None  # what each head subtracts for each step of distance, (h,); None for nothing
+    grid: Grid | None = None  # in which that distance is; None for that in the row of tokens
+    learnt: Tensor | None = None  # parameter elements that are added, (h, q, k, 1), or met by queries, (h, q, k, d)
+    factor: float = 1.0  # what these elements are multiplied by
+    meets: bool = False  # whether the queries meet them
+    rows: Tensor | None = None  # which query meets each vector, (q, k), where a later key's is another one's
+    given: Tensor | None = None  # what a mask that is handed over adds, (b, h, q, k), where samples differ in that
+    relative: Relative | None = None  # what queries say to the distance of a key; None for nothing
 
     def __call__(self, query: Tensor, key_len: int, values: Values) -> Tensor | None:
         """Give what is added for queries (b, h, q, d): (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
@@ -220,11 +186,7 @@ class Bias:
 
 
 def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
-    """Read what is added to the scores.
-
-    Args:
-        reader: Of the operands.
-        lengths: How many queries and keys a sample has.
+    """Read what is added to the scores of so many queries and keys.
 
     Raises:
         UnreadError: If it follows no rule that is known.
@@ -234,7 +196,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
     alike = all(torch.allclose(every[0], one, atol=CLOSE) for one in every)
     visible = _visible(hidden, gap) if alike else Visible()
-    if alike and float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
+    if alike and bool((bias[~hidden].abs() < CLOSE).all()):
         return Bias(visible)
     slopes = _slopes(bias, hidden, gap) if alike else None
     if slopes is not None:
@@ -257,11 +219,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
 
 
 def _added(reader: OperandReader, lengths: tuple[int, int]) -> Tensor:
-    """What is added to the scores of each sample and head, -inf where a key is hidden; a constant of a row is left out.
-
-    Raises:
-        UnreadError: If that is not known of all scores.
-    """
+    """What is added to the scores of each sample and head, -inf for hidden keys; a constant of a row is left out."""
     judgement = reader.watched.judgement
     models = dict(zip((part.number for part in judgement.attention.parts), judgement.models, strict=False))
     if any(one.part.number not in models for one in reader.slices):
@@ -277,8 +235,7 @@ def _added(reader: OperandReader, lengths: tuple[int, int]) -> Tensor:
 
 def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:
     """Lay numbers of the scores of each slice, (q, k), out by sample, head, query and key; NaN where there are none."""
-    batch = next(iter(reader.watched.given.values())).size(0)
-    laid = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
+    laid = torch.full((reader.values.size(0), len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     for one in reader.slices:
         product = one.part.product
         token = reader.rows_of("query", token_of(product.left[one.number][one.rows, 0]))
@@ -301,27 +258,15 @@ def _shares(steps: list[int], rows: Tensor, image: int) -> bool:
     return len((seen @ torch.tensor(steps[2:])).unique()) < len(seen)
 
 
-def _above_lowest(bias: Tensor, hidden: Tensor) -> Tensor:
-    low = torch.where(hidden, torch.inf, bias).amin(-1, keepdim=True)
-    return torch.where(hidden, 0.0, bias - torch.where(low.isinf(), 0.0, low))
-
-
 def _visible(hidden: Tensor, gap: Tensor) -> Visible:
     """Find the distances that are seen."""
     if not bool(hidden.any()):
         return Visible()
     if bool((hidden != hidden[0]).any()) or bool(hidden[0].all()):
         raise UnreadError("heads differ in what they hide")
-    seen = gap[~hidden[0]]
-    tried = [
-        Visible(0),
-        Visible(0, None, True),
-        Visible(int(seen.min())),
-        Visible(int(seen.min()), int(seen.max())),
-        Visible(None, int(seen.max())),
-        Visible(not_own=True),
-    ]
-    tried += [Visible(windows=read_windows(~hidden[0]))]
+    least, most = (int(x) for x in gap[~hidden[0]].aminmax())
+    tried = [Visible(0), Visible(0, from_end=True), Visible(least), Visible(least, most), Visible(None, most)]
+    tried += [Visible(not_own=True), Visible(windows=read_windows(~hidden[0]))]
     found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)
     if found is None:
         raise UnreadError("what is hidden follows no rule of the distance")
@@ -331,10 +276,9 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
 def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     """Find what each head subtracts for each step of distance, (q, k); None if it is something else."""
     steps = -gap.abs().double().expand_as(bias)
-    rows = ~hidden & (~hidden).any(-1, keepdim=True)
-    count = rows.sum(-1, keepdim=True).clamp_min(1)
-    centred = [torch.where(rows, x, 0.0) for x in (torch.where(rows, bias, 0.0), steps)]
-    centred = [torch.where(rows, x - x.sum(-1, keepdim=True) / count, 0.0) for x in centred]
+    count = (~hidden).sum(-1, keepdim=True).clamp_min(1)
+    seen = (torch.where(hidden, 0.0, x) for x in (bias, steps))
+    centred = [torch.where(hidden, 0.0, x - x.sum(-1, keepdim=True) / count) for x in seen]
     slopes = (centred[0] * centred[1]).sum((1, 2)) / centred[1].square().sum((1, 2))
     close = torch.allclose(centred[1] * slopes[:, None, None], centred[0], atol=CLOSE)
     return slopes if close else None
@@ -345,10 +289,7 @@ def _learnt(
 ) -> tuple[Tensor, float, Tensor | None] | None:
     """Find for each score which parameter elements meet a vector, (h, q, d), their factor, and by which query.
 
-    Skewing leaves later keys the vectors that the next query meets, or none.
-
-    Returns:
-        None if no such elements make the scores; for the queries, None if each is its own.
+    Skewing leaves later keys the vectors that the next query meets, or none. Where each is its own, no query is given.
     """
     places, factors = torch.full((*seen.shape, met.size(-1)), -1), list[float]()
     rows = torch.arange(lengths[0])[:, None].repeat(1, lengths[1])
@@ -380,10 +321,7 @@ def _relative(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> 
         (found.sort().values, numbers[found.argsort()]) for _, found, numbers in _gradients(reader, lengths, one)
     ]
     tables, query = reader.watched.layout.tables, reader.found["query"]
-    relative = read_relative(query, gradients, reader.values, lengths, tables) if len(gradients) == len(seen) else None
-    if relative is not None and not relative.table:
-        reader.watched.tolerance = SINGLE  # sines of tables that were made in float32
-    return relative
+    return read_relative(query, gradients, reader.values, lengths, tables) if len(gradients) == len(seen) else None
 
 
 def _gradients(

@@ -10,73 +10,42 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 
 @dataclass(frozen=True)
 class Block:
-    """A part of one parameter, as ``Tensor.as_strided`` takes it.
+    """A part of one parameter, as ``Tensor.as_strided`` takes it."""
 
-    Args:
-        name: The parameter; "" for zeros.
-        shape: Of the parameter.
-        size: Of the part.
-        stride: By how many elements of the parameter each axis of the part goes on.
-        offset: Its first element.
-        folded: Whether its last two axes are one of the part, as where the features of heads lie apart.
-    """
-
-    name: str
+    name: str  # the parameter; "" for zeros
     shape: tuple[int, ...]
     size: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # by how many elements of the parameter each axis of the part goes on
     offset: int
-    folded: bool = False
+    folded: bool = False  # whether its last two axes are one of the part, as where the features of heads lie apart
 
     def read(self, state: str) -> str:
-        """Write the expression that takes it out of a state_dict.
-
-        Args:
-            state: What the state_dict is called.
-        """
+        """Write the expression that takes it out of what is called ``state``, a state_dict."""
         if not self.name:
             return f"torch.zeros({', '.join(map(str, self.size))})"
         whole = f'{state}["{self.name}"]'
-        if (
-            len(self.shape) == len(self.size) == 2
-            and self.stride == (self.shape[1], 1)
-            and self.size[1] == self.shape[1]
-        ):
-            return whole + self._rows(self.offset // self.shape[1], self.size[0], self.shape[0])
-        if (
-            len(self.shape) == len(self.size) == 2
-            and self.stride == (1, self.shape[1])
-            and self.size[1] == self.shape[0]
-        ):
-            return whole + ".T" + self._rows(self.offset, self.size[0], self.shape[1])
+        rows, features = self.shape if len(self.shape) == 2 else (0, 0)
+        if self.size[1:] == (features,) and self.stride == (features, 1):
+            return whole + self._rows(self.offset // features, rows)
+        if self.size[1:] == (rows,) and self.stride == (1, features):
+            return whole + ".T" + self._rows(self.offset, features)
         if len(self.shape) == len(self.size) == 1 and self.stride == (1,):
-            return whole + self._rows(self.offset, self.size[0], self.shape[0])
-        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset})" + (
-            ".flatten(-2)" if self.folded else ""
-        )
+            return whole + self._rows(self.offset, self.shape[0])
+        folded = ".flatten(-2)" if self.folded else ""
+        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset}){folded}"
 
     def write(self, state: str, source: str) -> str:
-        """Write the line that puts it back into a state_dict.
-
-        Args:
-            state: What the state_dict is called.
-            source: The expression of the part.
-        """
+        """Write the line that puts an expression of the part back into a state_dict."""
         if self.folded:
             return f"{replace(self, folded=False).read(state)}.copy_({source}.unflatten(-1, {self.size[-2:]}))"
         return f"{self.read(state)}.copy_({source})"
 
-    @staticmethod
-    def _rows(start: int, count: int, every: int) -> str:
-        return "" if (start, count) == (0, every) else f"[{start}:{start + count}]"
+    def _rows(self, start: int, every: int) -> str:
+        return "" if (start, self.size[0]) == (0, every) else f"[{start}:{start + self.size[0]}]"
 
 
 def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
-    """Write places of parameter elements as parts, one after the other along the first axis.
-
-    Args:
-        places: (rows, features), or (rows,); -1 for zeros.
-        parameters: Where they are.
+    """Write places of parameter elements, (rows, features) or (rows,), -1 for zeros, as parts one after the other.
 
     Returns:
         As few parts as there are; None where some place is not an even step from the one before.
@@ -99,14 +68,11 @@ def _even_rows(places: Tensor, parameters: Parameters) -> int:
     if first[0] < 0:
         return int((first < 0).long().cumprod(0).sum())
     name = parameters.name_at(int(first[0]))
-    low = parameters.start[name]
-    inside = (first >= low) & (first < low + parameters.named[name].numel())
-    count = int(inside.long().cumprod(0).sum())
+    count = int(parameters.holds(name, first).long().cumprod(0).sum())
     if count < 3:
         return count if count < 2 or _block(places[:count], parameters) is not None else 1
     steps = first[1:count] - first[: count - 1]
-    even = int((steps == steps[0]).long().cumprod(0).sum()) + 1
-    return even
+    return int((steps == steps[0]).long().cumprod(0).sum()) + 1
 
 
 def _block(places: Tensor, parameters: Parameters) -> Block | None:
@@ -147,13 +113,7 @@ def joined(blocks: list[Block], state: str) -> str:
 
 
 def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
-    """Write the lines that put parts back into a state_dict.
-
-    Args:
-        blocks: The parts.
-        target: What the state_dict is called.
-        source: The expression of the tensor that holds them, one after the other.
-    """
+    """Write the lines that put parts back into a state_dict; the source holds them one after the other."""
     lines, start = [], 0
     for block in blocks:
         rows = "" if len(blocks) == 1 else f"[{start}:{start + block.size[0]}]"
@@ -163,12 +123,9 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
 
 
 def index_of(places: Tensor, image: int = 1, width: str = "") -> str:
-    """Write which element of a table each head, query and key takes: by even steps, or else one by one.
+    """Write which element of a table each head, query and key takes, (h, q, k), -1 where hidden: by steps, or each.
 
-    Args:
-        places: (h, q, k); -1 where the score is hidden.
-        image: How wide the image is whose rows the tokens are; 1 for a sequence.
-        width: What that is called.
+    The tokens may be the rows of an image so wide; its width has a name.
     """
     steps = steps_to(places, image)
     if steps is None:
@@ -184,12 +141,7 @@ def index_of(places: Tensor, image: int = 1, width: str = "") -> str:
 def steps_to(places: Tensor, image: int = 1) -> list[int] | None:
     """Find the first place, and the steps by head, query and key, or by head and distance in an image.
 
-    Args:
-        places: (h, q, k); -1 where the score is hidden.
-        image: How wide the image is; 1 for a sequence.
-
-    Returns:
-        None where no such steps lead to all places.
+    None where no such steps lead to all places, (h, q, k), but those of hidden scores, -1.
     """
     heads, queries, keys = places.shape
     line = torch.arange(queries)[:, None], torch.arange(keys)[None]

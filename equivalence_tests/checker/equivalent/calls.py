@@ -36,19 +36,11 @@ def diagnose_call(
     features_last: bool = False,
     held: bool = True,
 ) -> list[Report]:
-    """Run a call once, watched, and judge every attention in it against torch's formula.
+    """Run a call once, watched, and judge every attention in it against torch's formula, in the order of the run.
 
-    Args:
-        call: The call.
-        name: What to call it.
-        intended: Findings that are intended, by name, each with the user's reason.
-        proofs: Whether to show by further runs that what was found is all, and needed.
-        features_last: Whether the last axis of the arguments is known to hold the features of tokens.
-        held: Whether it is no verdict without numbers: what deviates is proven or suspected, and an attention of which
-            nothing does is compared with torch's own program.
-
-    Returns:
-        One diagnosis for each attention, in the order in which they run; none where none is found.
+    Proofs show by further runs that what was found is all, and needed. Where it is held, there is no verdict without
+    numbers: what deviates is proven or suspected, and an attention of which nothing does is compared with torch's own
+    program. Where features are last, the last axis of all arguments is known to hold the features of tokens.
     """
     started = time.process_time()
     broken = next((name for name, x in call.tensors if x.is_floating_point() and bool(x.isnan().any())), "")
@@ -99,16 +91,7 @@ def conclude(
     intended: Mapping[str, str],
     proofs: bool = True,
 ) -> None:
-    """Write into a report what departs: the mistakes, with their proofs, and what is intended.
-
-    Args:
-        report: Receives it.
-        found: What was seen in the call.
-        place: Which of its attentions.
-        departures: Of that one, in this call and in others.
-        intended: Findings that are intended, by name, each with the user's reason.
-        proofs: Whether to prove them.
-    """
+    """Write into a report what departs: the mistakes, with their proofs, and what is intended."""
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
     departures = [one if one.evidence else replace(one, evidence=intended.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]

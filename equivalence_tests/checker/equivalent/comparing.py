@@ -1,6 +1,6 @@
 """Hold a program against the user's code, whole: what comes back, and the gradients of arguments and parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, named_tensors
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
@@ -17,68 +17,49 @@ from equivalence_tests.checker.reporting.equivalents import Equivalent
 WRITTEN_INTO = ", which the call writes into"
 NO_GRADIENTS, OF_ARGUMENT = "gradients, of which it gives none", "the argument "
 OF_ARGUMENTS = (NO_GRADIENTS, f"gradient of {OF_ARGUMENT}")  # differences that no parameter explains
-# What a program gives for the arguments that hold numbers, with the weights of a module, beside a mask.
-Computes = Callable[[dict[str, Tensor], nn.Module | None, Parameters, Tensor | None], Tensor]
+Computes = Callable[[Values, Tensor | None], Tensor]  # what a program gives, beside a mask that may be None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call that is compared.
+    """A call that is compared."""
 
-    Args:
-        call: With fresh arguments.
-        may_attend: What the mask among them lets each query look at; None where none is handed over.
-        words: What it is, for the user.
-        redrawn: Draws all parameters anew; None keeps them.
-        rows: Which tokens of the output are compared, (batch, query_len) bool; None for all.
-        lengths: How many queries and keys it has, where these are others than those that were read.
-        initial: What the parameters are set to, by name; empty to leave them.
-    """
-
-    call: Call
-    may_attend: Tensor | None
-    words: str
-    redrawn: int | None = None
-    rows: Tensor | None = None
-    lengths: tuple[int, int] | None = None
-    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    call: Call  # with fresh arguments
+    may_attend: Tensor | None  # what the mask among them lets each query look at; None where none is handed over
+    words: str  # what it is, for the user
+    redrawn: int | None = None  # draws all parameters anew; None keeps them
+    rows: Tensor | None = None  # which tokens of the output are compared, (batch, query_len) bool; None for all
+    lengths: tuple[int, int] | None = None  # how many queries and keys it has, if others than those that were read
+    initial: Mapping[str, Tensor] = field(default_factory=dict)  # what the parameters are set to, by name
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program is from the user's code in one call.
-
-    Args:
-        case: Which call.
-        what: "output", "gradient of the argument x", "gradient of out.weight", ...
-        size: The greatest difference, relative to the largest value.
-    """
+    """How far a program is from the user's code in one call."""
 
     case: str
-    what: str
-    size: float
+    what: str  # "output", "gradient of the argument x", "gradient of out.weight" and so on
+    size: float  # the greatest difference, relative to the largest value
 
 
 @dataclass
 class Comparison:
-    """How a program compares with the user's code in several calls.
+    """How a program compares with the user's code in several calls."""
 
-    Args:
-        tolerance: What differs by less, relative to the largest value, is rounding.
-        worst: The greatest difference, or the first that is more than rounding.
-        compared: What each call was that could be compared.
-        left_out: The calls that raised something, each with that.
-    """
-
-    tolerance: float
-    worst: Difference = Difference("", "output", 0.0)
-    compared: list[str] = field(default_factory=list)
-    left_out: list[tuple[Case, Exception]] = field(default_factory=list)
+    tolerance: float  # what differs by less, relative to the largest value, is rounding
+    worst: Difference = Difference("", "output", 0.0)  # the greatest, or the first that is more than rounding
+    compared: list[str] = field(default_factory=list)  # what each call was that could be compared
+    left_out: list[tuple[Case, Exception]] = field(default_factory=list)  # the calls that raised something
 
     @property
     def agrees(self) -> bool:
         """Whether whole outputs and gradients agree."""
         return self.worst.size <= self.tolerance
+
+    @property
+    def agrees_in_all(self) -> bool:
+        """Whether each call could be compared, too."""
+        return self.agrees and not self.left_out
 
     def of(self, program: Equivalent) -> Equivalent:
         """Write into a program how it compares."""
@@ -93,14 +74,7 @@ class Comparison:
 
 
 def compare(program: Callable[[Case], Computes], cases: Iterable[Case], layout: Layout, tolerance: float) -> Comparison:
-    """Compare a program with the user's code, until it differs.
-
-    Args:
-        program: Gives what computes the same as a call.
-        cases: The calls; the parameters that one draws anew stay for the next.
-        layout: Of their arguments and outputs.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-    """
+    """Compare a program with the user's code, until it differs; parameters that a case draws anew stay for the next."""
     found = Comparison(tolerance)
     for case in cases:
         try:
@@ -151,7 +125,6 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
     with torch.no_grad():
         for name, x in call.module.named_parameters() if call.module is not None and case.initial else ():
             x.copy_(case.initial[name])
-    parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
     instead = {id(x): leaves[name] for name, x in call.tensors if name in leaves}
     args, kwargs, _ = call.fresh(leaves=instead)
@@ -161,8 +134,8 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
             theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
-        given = layout.given(call, instead)
-        ours = program(given, call.module, parameters, case.may_attend).double()
+        values = layout.values(call, instead)
+        ours = program(values, case.may_attend).double()
         if ours.dim() == 3 and ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
             theirs = theirs.transpose(0, 1)  # one token of each sample, without its axis
         if case.rows is not None and ours.shape == theirs.shape:
@@ -175,27 +148,23 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
         yield Difference(case.words, NO_GRADIENTS, torch.inf)
     if gradients and theirs.requires_grad and ours.shape == theirs.shape:
         arguments = {f"{OF_ARGUMENT}{name}": x for name, x in leaves.items()}
-        yield from _of_gradients(case, ours, theirs, {**arguments, **parameters.named})
+        yield from _of_gradients(case, ours, theirs, {**arguments, **values.parameters.named})
 
 
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    asked = [name for name, x in named.items() if x.requires_grad and x.numel()]
-    wanted = [named[name] for name in asked]
-    one, other = (_gradients((y.double() * weight).sum(), wanted) for y in (ours, theirs))
-    size = max((float(x.abs().max()) for x in other if x is not None), default=0.0)
-    for name, a, b in zip(asked, one, other, strict=True):
-        if a is not None or b is not None:
-            gap = (0.0 if a is None else a) - (0.0 if b is None else b)
-            assert isinstance(gap, Tensor)  # one of the two is
-            yield Difference(case.words, f"gradient of {name}", _number(gap.abs().max() / max(size, 1e-30)))
+    wanted = {name: x for name, x in named.items() if x.requires_grad and x.numel()}
+    one, other = (_gradients((y.double() * weight).sum(), [*wanted.values()]) for y in (ours, theirs))
+    size = max((float(x.abs().max()) for x in other), default=0.0)
+    for name, a, b in zip(wanted, one, other, strict=True):
+        yield Difference(case.words, f"gradient of {name}", _number((a - b).abs().max() / max(size, 1e-30)))
 
 
-def _gradients(y: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
+def _gradients(y: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor]:
     if not y.requires_grad or not wanted:
-        return [None] * len(wanted)
-    return list(torch.autograd.grad(y, wanted, allow_unused=True))
+        return [torch.zeros_like(x) for x in wanted]
+    return torch.autograd.grad(y, wanted, allow_unused=True, materialize_grads=True)
 
 
 def difference_of(ours: Tensor, theirs: Tensor) -> float:

@@ -1,12 +1,13 @@
 """How a module of torch's is constructed, and how a sub-module is reached, as Python."""
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.texts import without_defaults
 
 LISTS = (nn.ModuleList, nn.Sequential)
 ACTIVATIONS = {F.relu: "F.relu", F.gelu: "F.gelu", torch.relu: "torch.relu", F.silu: "F.silu"}
@@ -60,14 +61,12 @@ def called_with(kind: type[nn.Module], *sizes: int, **options: Any) -> str:
     >>> called_with(nn.MultiheadAttention, 6, 3, dropout=0.0, bias=False)
     'nn.MultiheadAttention(6, 3, bias=False)'
     """
-    known = inspect.signature(kind).parameters
-    named = {name: x for name, x in options.items() if x != known[name].default}
-    said = (f"{name}={ACTIVATIONS[x] if callable(x) else repr(x)}" for name, x in named.items())
+    named = without_defaults(kind, options).items()
+    said = (f"{name}={ACTIVATIONS[x] if callable(x) else repr(x)}" for name, x in named)
     return f"nn.{kind.__name__}({', '.join([*map(str, sizes), *said])})"
 
 
-def _attention(module: nn.Module) -> str:
-    assert isinstance(module, nn.MultiheadAttention)  # chosen by its class
+def _attention(module: nn.MultiheadAttention) -> str:
     bias: Tensor | None = module.in_proj_bias
     apart = {"kdim": module.kdim, "vdim": module.vdim}
     return called_with(
@@ -83,8 +82,7 @@ def _attention(module: nn.Module) -> str:
     )
 
 
-def _layer(module: nn.Module) -> str:
-    assert isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # chosen by its class
+def _layer(module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> str:
     attention, bias = module.self_attn, module.linear1.bias
     if module.activation not in ACTIVATIONS:
         return ""
@@ -100,8 +98,7 @@ def _layer(module: nn.Module) -> str:
     )
 
 
-def _stack(module: nn.Module) -> str:
-    assert isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder)  # chosen by its class
+def _stack(module: nn.TransformerEncoder | nn.TransformerDecoder) -> str:
     layer, norm = constructor(module.layers[0]), "" if module.norm is None else constructor(module.norm)
     if not layer or bool(norm) != (module.norm is not None):
         return ""
@@ -109,7 +106,7 @@ def _stack(module: nn.Module) -> str:
     return f"nn.{type(module).__name__}({layer}, {len(module.layers)}, norm={norm or None}{nested})"
 
 
-_WRITTEN = {
+_WRITTEN: Mapping[type[nn.Module], Callable[[Any], str]] = {
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _layer,
     nn.TransformerDecoderLayer: _layer,

@@ -22,30 +22,32 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Exercis
 from equivalence_tests.checker.reporting.report import Report
 
 NOT_TORCHS = "it is not part of torch's program"
+AXES = 4  # of which the order may be another
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A program, and how it compares.
-
-    Args:
-        program: The program.
-        parameters: Those of the user's module.
-        steps: What torch's formula does not have.
-        comparison: How it compares with the user's code.
-        left_over: What comes back beside the output and is no part of the program, and whether it is a map of weights.
-    """
+    """A program, and how it compares."""
 
     program: Program
     parameters: Parameters
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # what torch's formula does not have
     comparison: Comparison
-    left_over: Mapping[str, bool] = field(default_factory=dict)
+    left_over: Mapping[str, bool] = field(default_factory=dict)  # what else comes back, and whether as a map
 
     @property
     def agrees(self) -> bool:
         """Whether whole outputs and gradients agree."""
         return self.comparison.agrees
+
+    @property
+    def unexplained(self) -> list[Step]:
+        """The steps that nothing in the code says are intended."""
+        return [step for step, said in self.evidence(()).items() if not said]
+
+    def described(self, intended: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+        """Give what each step does, and its evidence."""
+        return tuple((step.words, said) for step, said in self.evidence(intended).items())
 
     def evidence(self, intended: Sequence[Finding]) -> dict[Step, str]:
         """Give for each step the evidence that it is intended; "" where there is none."""
@@ -53,13 +55,7 @@ class Holding:
 
 
 def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> None:
-    """Write into a report what a comparison of the whole says.
-
-    Args:
-        report: Receives the verdict.
-        holding: The program, and how it compares.
-        intended: What the user says is intended, by name, each with the reason.
-    """
+    """Write into a report what a comparison of the whole says; the user gives reasons for what is intended, by name."""
     if not holding.agrees:
         differs(report, holding.comparison.worst)
         return
@@ -69,20 +65,13 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
 
 
 def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[str, str]) -> bool:
-    """Say whether all steps of a program are intended, and write it into a report.
-
-    Args:
-        report: Receives what is intended, or why there is no verdict.
-        evidence: What says so of each step; "" where nothing does.
-        intended: What is known to be intended, by name, or one step by its words, each with the reason.
-    """
+    """Say whether all steps of a program are intended, by their evidence or the user's words, and write it down."""
     reasons = {step: said or intended.get(step.words, intended.get(step.name, "")) for step, said in evidence.items()}
     unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
         report.verdict = "unchecked"
-        shown = some_of(step.words for step in unexplained)
-        names = " ".join(dict.fromkeys(f"--intended {step.name}=REASON" for step in unexplained))
-        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {names}."
+        shown, options = some_of(step.words for step in unexplained), _options(unexplained)
+        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {options}."
         return False
     unlisted = [step for step in reasons if not any(step.is_named_by(finding) for finding in report.intended)]
     report.intended += [step.as_intended(reasons[step]) for step in unlisted]
@@ -92,9 +81,7 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
 def accuse_with_proof(report: Report, complete: bool = False) -> None:
     """Let nothing count against the code that no number shows: what is unproven is suspected, and blames no line.
 
-    Args:
-        report: Whose findings are looked at; receives another verdict where none is proven.
-        complete: Whether what is proven is known to be all; else what was seen beside it stays.
+    Where what is proven is not known to be all, what was seen beside it stays.
     """
     unproven = [finding for finding in report.findings if not finding.is_proven]
     if not unproven or (len(unproven) < len(report.findings) and not complete):
@@ -106,13 +93,7 @@ def accuse_with_proof(report: Report, complete: bool = False) -> None:
 
 
 def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Finding:
-    """Show a finding by the program that gives the same numbers, in which it is a step that nothing explains.
-
-    Args:
-        finding: The finding.
-        steps: The steps that it is about.
-        gap: How far the program is from the code without them.
-    """
+    """Show a finding by the program with its steps, which gives the same numbers; without them it is off by the gap."""
     if not steps or not ABOVE_ROUNDING < gap < math.inf:
         return finding
     said = f"Your code returns the numbers of a program of torch's parts with this step: {steps[0].words}."
@@ -122,8 +103,12 @@ def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Findin
 def _suspicion(suspected: Sequence[Finding]) -> str:
     """Say what is suspected, in sentences that blame no line."""
     said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
-    names = " ".join(dict.fromkeys(f"--intended {finding.name}=REASON" for finding in suspected))
-    return f"This is suspected but could not be proven: {said} If it is intended, say so with {names}."
+    return f"This is suspected but could not be proven: {said} If it is intended, say so with {_options(suspected)}."
+
+
+def _options(named: Sequence[Finding | Step]) -> str:
+    """Write the options that say that something is intended."""
+    return " ".join(dict.fromkeys(f"--intended {one.name}=REASON" for one in named))
 
 
 def differs(report: Report, worst: Difference) -> None:
@@ -149,17 +134,8 @@ def unread(report: Report, why: str) -> None:
     report.reason = f"It could not be written in torch's own parts: {why}."
 
 
-AXES = 4
-
-
 def left_over(program: Program, call: Call, layout: Layout, comparison: Comparison) -> dict[str, bool]:
-    """Find the tensors that come back and are none of the program's, in any order of their axes.
-
-    Args:
-        program: What was read.
-        call: What is called.
-        layout: Of its arguments and its output.
-        comparison: How the program compares; where it does not agree, nothing is looked at.
+    """Find the tensors that come back and are none of the program's, in any order of their axes; none if it differs.
 
     Returns:
         For each, by its place, whether it looks like a map of weights, and is none that was used.
@@ -170,7 +146,7 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
         if not rest or not comparison.agrees:
             return {}
-        values = Values(layout.given(call), call.module, Parameters.of(call.module))
+        values = layout.values(call)
         tables = [x.double().clamp_min(-HIDING) for x in _tables(program, values)]
         heads = [x.double() for x in _heads(program, values, layout.outward(output))]
     given = [x.double() for _, x in call.tensors if x.is_floating_point()]
@@ -179,13 +155,11 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
         others = any(is_same(x, y, tolerance) for y in (*heads, *given))
         return others or any(is_same(x, y, tolerance, of_pairs=True) for y in tables)
 
+    def is_map(x: Tensor) -> bool:  # as weights, which sum to one over the keys
+        return x.shape[-2:] == tables[1].shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
+
     found = {name: x.double() for name, x in rest.items() if not is_known(x.double(), comparison.tolerance)}
-    return {name: _is_map(x, tables[1]) and not is_known(x, TABLE) for name, x in found.items()}
-
-
-def _is_map(x: Tensor, weights: Tensor) -> bool:
-    """Whether it holds numbers for each query and key that sum to one over the keys, as weights do."""
-    return x.shape[-2:] == weights.shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
+    return {name: is_map(x) and not is_known(x, TABLE) for name, x in found.items()}
 
 
 def _tables(program: Program, values: Values) -> Iterator[Tensor]:

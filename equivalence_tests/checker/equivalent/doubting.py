@@ -21,19 +21,12 @@ SETTING = re.compile(r"\bself\.(\w+)")
 
 @dataclass(frozen=True)
 class Doubt:
-    """What may be said for an expression.
+    """What may be said for an expression."""
 
-    Args:
-        watched: The run, with the places of its operations.
-        repair: What is left out.
-        module: The user's; None for a function.
-        behind: Whether it stands behind an attention, wherever it is, as in a layer.
-    """
-
-    watched: Without
+    watched: Without  # the run, with the places of its operations
     repair: Repair
-    module: nn.Module | None
-    behind: bool = False
+    module: nn.Module  # the user's; an empty one for a function
+    behind: bool = False  # whether it stands behind an attention, wherever it is, as in a layer
 
     def said(self) -> str:
         """Say what may be said for it; "" where nothing may."""
@@ -56,7 +49,7 @@ class Doubt:
             holder = self.watched.holders[one.index]
             if holder is not None and holder is not self.module and next(holder.parameters(), None) is None:
                 return f"a part of its own does it, a {type(holder).__name__}"
-        held = [vars(x) for x in ([] if self.module is None else self.module.modules())]
+        held = [vars(x) for x in self.module.modules()]
         for name in SETTING.findall(self.repair.left_out[0].place.text):
             if not SIZES.search(name) and any(isinstance(x.get(name), int | float | str) for x in held):
                 return f"the setting {name} may ask for it"
@@ -77,16 +70,10 @@ class Doubt:
         for one in self.repair.parts[:-1]:
             taken = {storage_of(x.tensor) for x in one.inputs}
             made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
-        held = (
-            set()
-            if self.module is None
-            else {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
-        )
-        others = [
-            bits
-            for x, bits in zip(operation.inputs, operation.origins, strict=True)
-            if storage_of(x.tensor) not in made and not held.issuperset(self.watched.named(bits))
-        ]
+        held = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
+        pairs = zip(operation.inputs, operation.origins, strict=True)
+        outside = (bits for x, bits in pairs if storage_of(x.tensor) not in made)
+        others = [bits for bits in outside if not held.issuperset(self.watched.named(bits))]
         return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
 
     def _zeroes_padding(self, out: Tensor, instead: Tensor) -> str:
@@ -103,9 +90,8 @@ class Doubt:
             one.name in CONTRACTIONS and any(storage_of(x.tensor) in learnt for x in one.inputs)
             for one in self._behind()
         )
-        known = {storage_of(self.repair.instead.tensor)} | {
-            storage_of(x.tensor) for one in self.repair.parts for x in one.outputs
-        }
+        outputs = (x for one in self.repair.parts for x in one.outputs)
+        known = {storage_of(x.tensor) for x in (self.repair.instead, *outputs)}
         alone = all(
             one.name not in MIXES
             and all(storage_of(x.tensor) in known for x in one.inputs)
@@ -135,12 +121,7 @@ class Doubt:
 
 
 def of_its_values(out: Tensor, instead: Tensor) -> str:
-    """Say what an expression may be by its numbers: a factor, positions, a mask, a norm, a rotation; "" if none.
-
-    Args:
-        out: What it gives.
-        instead: What it was made of, of the same shape.
-    """
+    """Say by its numbers what an expression may be: a factor, positions, a mask, a norm, a rotation; "" if none."""
     if bool((out == out.flatten()[0]).all()):
         return ""
     if (factor := constant_ratio(out, instead)) is not None:
@@ -148,11 +129,8 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
     apart, ratio = out - instead, torch.where(instead == 0, 1.0, out / instead)
     if bool((apart[apart != 0] <= -HIDING).all()):
         return "it hides keys"
-    if (
-        out.dim() > 2
-        and not _is_same(instead, 0)
-        and any(_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
-    ):
+    of_places = (_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
+    if out.dim() > 2 and not _is_same(instead, 0) and any(of_places):
         return "it depends on positions alone"
     for axis in (-1, -2) if out.dim() > 1 else ():
         if _is_normal(out, axis) and not _is_normal(instead, axis):

@@ -3,8 +3,10 @@
 import math
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +51,11 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass
 class Values:
-    """What an expression is computed from.
+    """What an expression is computed from."""
 
-    Args:
-        given: The arguments by name, each as (batch, tokens, features).
-        module: The user's module, whose sub-modules are called as they are.
-        parameters: Its parameters.
-        output: What the attention gives, behind its projection.
-    """
-
-    given: Mapping[str, Tensor]
-    module: nn.Module | None
-    parameters: Parameters
-    output: Tensor | None = None
+    given: Mapping[str, Tensor]  # the arguments by name, each as (batch, tokens, features)
+    parameters: Parameters  # of the user's module, whose sub-modules are called as they are
+    output: Tensor | None = None  # what the attention gives, behind its projection
 
     def size(self, axis: int) -> int:
         """Say how many samples there are, or tokens."""
@@ -74,22 +68,24 @@ class Values:
 
     def called(self, path: str, given: Sequence[Tensor], numbers: Mapping[str, float]) -> Tensor:
         """Call a sub-module, in its own precision."""
-        assert self.module is not None  # it has a path in one
-        module = self.module.get_submodule(path)
+        module = self.parameters.module.get_submodule(path)
         dtype = next((x.dtype for x in module.parameters()), torch.float64)
         result = module(*(x.to(dtype) for x in given), **numbers)
         return (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
 
 
-class Expression:
+class Expression(ABC):
     """A step outside of the attention itself; given values that are text, it is written down."""
 
     def __call__(self, values: Values) -> Tensor:
         """Compute it, or write it down."""
         return self._of(values)
 
-    def _of(self, values: Values) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _of(self, values: Values) -> Tensor: ...
+
+
+E = TypeVar("E", bound=Expression)
 
 
 @dataclass(frozen=True)
@@ -113,15 +109,10 @@ class Attended(Expression):
 
 @dataclass(frozen=True)
 class Learnt(Expression):
-    """A parameter as it is, such as a gain or a table of positions.
-
-    Args:
-        name: Of the parameter.
-        rows: Whether only as many of its rows take part as there are tokens.
-    """
+    """A parameter as it is, such as a gain or a table of positions."""
 
     name: str
-    rows: bool = False
+    rows: bool = False  # whether only as many of its rows take part as there are tokens
 
     def _of(self, values: Values) -> Tensor:
         return values.learnt(self.name)[..., : values.size(1), :] if self.rows else values.learnt(self.name)
@@ -129,21 +120,13 @@ class Learnt(Expression):
 
 @dataclass(frozen=True)
 class Called(Expression):
-    """A sub-module of the user's, called as it is.
-
-    Args:
-        path: Of the sub-module.
-        inner: What it is given.
-        transposed: Whether it is given the features first, (batch, features, tokens).
-        grid: The rows and columns of the image that the tokens are, where it is given one, features first.
-        numbers: What else it is given by name, such as the height and the width of an image.
-    """
+    """A sub-module of the user's, called as it is."""
 
     path: str
     inner: tuple[Expression, ...]
-    transposed: bool = False
-    grid: tuple[int, int] | None = None
-    numbers: tuple[tuple[str, float], ...] = ()
+    transposed: bool = False  # whether it is given the features first, (batch, features, tokens)
+    grid: tuple[int, int] | None = None  # the rows and columns of the image that it is given, features first
+    numbers: tuple[tuple[str, float], ...] = ()  # what else it is given by name, as the height and the width
 
     def _of(self, values: Values) -> Tensor:
         given = [inner(values).mT if self.transposed else inner(values) for inner in self.inner]
@@ -159,17 +142,11 @@ class Called(Expression):
 
 @dataclass(frozen=True)
 class Made(Expression):
-    """What a function without parameters makes.
+    """What a function without parameters makes."""
 
-    Args:
-        name: Of the function, in ``FUNCTIONS``.
-        inner: What it is given.
-        numbers: What else it is given.
-    """
-
-    name: str
+    name: str  # of the function, in ``FUNCTIONS``
     inner: tuple[Expression, ...]
-    numbers: tuple[float | None, ...] = ()
+    numbers: tuple[float | None, ...] = ()  # what else it is given
 
     def _of(self, values: Values) -> Tensor:
         return FUNCTIONS[self.name](*(x(values) for x in self.inner), *self.numbers)
@@ -177,17 +154,11 @@ class Made(Expression):
 
 @dataclass(frozen=True)
 class Mapped(Expression):
-    """Something multiplied by a matrix that is a parameter.
-
-    Args:
-        name: Of the parameter.
-        inner: What is multiplied.
-        transposed: Whether by its transpose, as a linear layer does.
-    """
+    """Something multiplied by a matrix that is a parameter."""
 
     name: str
     inner: Expression
-    transposed: bool = False
+    transposed: bool = False  # whether by its transpose, as a linear layer does
 
     def _of(self, values: Values) -> Tensor:
         matrix = values.learnt(self.name)
@@ -202,7 +173,7 @@ class Joined(Expression):
     axis: int = 1
 
     def _of(self, values: Values) -> Tensor:
-        made = ((x(values), any(isinstance(one, Given | Attended) for one in all_of(x))) for x in self.inner)
+        made = ((x(values), any(of_kind(Given, x)) or attends(x)) for x in self.inner)
         laid = [x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made]
         return torch.cat(laid, self.axis)
 
@@ -228,10 +199,25 @@ def all_of(expression: Expression) -> Iterator[Expression]:
         yield from all_of(inner)
 
 
+def of_kind(kind: type[E], *expressions: Expression) -> Iterator[E]:
+    """List those of one kind among expressions and all that they are made of."""
+    return (x for one in expressions for x in all_of(one) if isinstance(x, kind))
+
+
+def attends(expression: Expression) -> bool:
+    """Whether it is made of what the attention gives."""
+    return any(of_kind(Attended, expression))
+
+
+def is_sum(expression: Expression) -> bool:
+    """Whether it adds up others."""
+    return isinstance(expression, Made) and expression.name == "sum"
+
+
 def terms_of(expression: Expression) -> Iterator[Expression]:
     """List what a sum adds up; anything else is its only term."""
-    if isinstance(expression, Made) and expression.name == "sum":
-        yield from (term for inner in expression.inner for term in terms_of(inner))
+    if is_sum(expression):
+        yield from (term for inner in inner_of(expression) for term in terms_of(inner))
     else:
         yield expression
 
@@ -252,17 +238,10 @@ def added_twice(expression: Expression) -> list[str]:
 
 @dataclass
 class Evidence:
-    """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use.
+    """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use."""
 
-    Args:
-        module: The user's module.
-        parameters: Its parameters.
-        used: The parameters that the attention itself uses.
-    """
-
-    module: nn.Module | None
     parameters: Parameters
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # the parameters that the attention itself uses
 
     def steps(self, expression: Expression, stage: str) -> Iterator[Step]:
         """List the steps of an expression; each parameter speaks for one step only, whatever takes what it gives."""
@@ -278,12 +257,13 @@ class Evidence:
                 said = "what attends beside what asks, as in Luong's attention" if len({*beside}) == 2 else ""
                 yield Step("features are put side by side", said if Attended() in beside else "", stage)
             elif isinstance(one, Joined):
-                twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
+                leaves = {*of_kind(Given, one), *of_kind(Learnt, one)}
+                twice = len(set(one.inner)) < len(one.inner) or len(leaves) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
                 yield from self._made(one, stage)
-        sums = [one for one in all_of(expression) if isinstance(one, Made) and one.name == "sum"]
-        if stage == "output" and any(map(_is_given, (x for one in sums for x in one.inner))):
+        added = (x for one in all_of(expression) if is_sum(one) for x in inner_of(one))
+        if stage == "output" and any(map(_is_given, added)):
             yield Step(RESIDUAL, "what is added is an argument as it is", "residual")
 
     def _made(self, one: Made, stage: str) -> Iterator[Step]:
@@ -305,14 +285,12 @@ class Evidence:
 
     def _of_class(self, one: Made) -> str:
         """A class token stands first, and may ask alone."""
-        name = type(self.module).__name__
+        name = type(self.parameters.module).__name__
         first = [*one.numbers] == [1, 0, 1] and re.search("class|cls|pool", name, re.IGNORECASE)
         return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:
-        assert self.module is not None  # it has a path in one
-        called = self.module.get_submodule(path)
-        inside = {f"{path}.{name}" for name, _ in called.named_parameters()}
+        called, inside = self.parameters.module.get_submodule(path), self.parameters.inside(path)
         named = f"the sub-module {path}, a {type(called).__name__}"
         if isinstance(called, nn.Linear) and not _is_linear(called):
             return ""
@@ -343,11 +321,6 @@ def _is_linear(layer: nn.Linear) -> bool:
     x, y = torch.linspace(-9, 9, 2 * layer.in_features).to(layer.weight).view(2, 1, 1, -1)
     made = ask(lambda: (layer((x + y) / 2), (layer(x) + layer(y)) / 2)).value
     return made is None or torch.allclose(*made, atol=1e-4)  # one that takes more was called with more
-
-
-def _leaves(expression: Expression) -> set[Expression]:
-    """The arguments and parameters that an expression is made of."""
-    return {one for one in all_of(expression) if isinstance(one, Given | Learnt)}
 
 
 def _is_given(one: Expression) -> bool:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
-from equivalence_tests.checker.engine.conventions import Conventions
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
-from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.engine.watching import Slot
@@ -35,10 +33,10 @@ from equivalence_tests.checker.equivalent.deciding import (
     shown_as_step,
     unread,
 )
-from equivalence_tests.checker.equivalent.expressions import Given, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart
-from equivalence_tests.checker.equivalent.plain import MADE_OF
+from equivalence_tests.checker.equivalent.plain import argument_of
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
 from equivalence_tests.checker.equivalent.reading import read
@@ -57,10 +55,9 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckRe
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.reporting.report import Report
 
-FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
+FRESH = "fresh inputs"
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 MANY = 12  # windows of images, in rows and columns
-LONGEST = max(queries for queries, _ in LENGTHS)
 OTHER_NUMBERS = "written down, it gives other numbers than were read"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
 SAMPLES_MIXED = "what comes back for one sample changes with another, in every way in which it runs"
@@ -71,39 +68,21 @@ COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attenti
 
 @dataclass
 class Held:
-    """Compares one situation.
-
-    Args:
-        situation: What was seen.
-    """
+    """Compares one situation."""
 
     situation: Situation
 
     def holding(self) -> Holding:
         """Read the program, and compare it."""
-        with kept_parameters(self.situation.subject.module):
-            return self._compared(self.situation)
-
-    def _compared(self, situation: Situation) -> Holding:
-        module, layout = situation.subject.module, Layout.of(situation.trial)
-        program, tolerance = read(situation.found, layout)
-        comparison = self._comparison(program, layout, tolerance)
-        for other in () if comparison.agrees else self._others(program, comparison.worst.case, layout):
-            again = self._comparison(other, layout, tolerance)
-            program, comparison = (other, again) if again.agrees else (program, comparison)
-        steps = (*program.steps(module, Parameters.of(module)), *self._of_heads(program), *self._of_arguments(program))
-        steps = (*steps, *self._of_later_keys(program))
-        rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
-        return Holding(program, Parameters.of(module), steps, comparison, rest)
-
-    def _others(self, program: Program, case: str, layout: Layout) -> Iterator[Program]:
-        """Give what else may hide keys where one call has other numbers: a mask in the place of it, or a window."""
-        if case.startswith(WITH) and not program.bias.visible.is_everything:
-            yield replace(program, mask_replaces=True)
-        if case.startswith(f"{LONGEST} queries") and self.situation.trial.plan.self_attention:
-            found = self._seen_at(LONGEST, LONGEST)
-            own = Conventions(found.judgements[0], found.call.module).own_mask()
-            yield read(found, layout)[0].hiding_by(own.evidence if own is not None else "")
+        situation, layout = self.situation, Layout.of(self.situation.trial)
+        parameters = Parameters.of(situation.subject.module)
+        with kept_parameters(situation.subject.module):
+            program, tolerance = read(situation.found, layout)
+            comparison = self._comparison(program, layout, tolerance)
+            steps = (*program.steps(parameters), *self._of_heads(program), *self._of_arguments(program))
+            steps = (*steps, *self._of_later_keys(program))
+            rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
+        return Holding(program, parameters, steps, comparison, rest)
 
     def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
         """Compare a program with the user's code, which has to run in the first call."""
@@ -116,23 +95,22 @@ class Held:
     def _on(self, program: Program, layout: Layout, case: Case) -> Computes:
         """Give a program in one call, read anew for lengths of which it says nothing, as where a table is looked up."""
 
-        def computed(*given: Any) -> Tensor:
+        def computed(values: Values, may_attend: Tensor | None) -> Tensor:
             try:
-                return program(*given)
+                return program(values, may_attend)
             except UnreadError:
                 if case.lengths is None:
                     raise
                 with torch.enable_grad():  # what a projection does is said by gradients
-                    other = read(self._seen_at(*case.lengths), layout)[0]
-                return other(*given) if program.bias.is_continued_by(other.bias) else other(*given) * torch.nan
+                    queries, keys = case.lengths
+                    sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
+                    again = situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes))
+                    other = read(again.found, layout)[0]
+                return other(values, may_attend) * (1 if program.bias.is_continued_by(other.bias) else torch.nan)
             except NOT_ITS_SIZE as error:
                 raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
 
         return computed
-
-    def _seen_at(self, queries: int, keys: int) -> Examination:
-        sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
-        return situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes)).found
 
     def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -152,26 +130,22 @@ class Held:
         """Each operand is made of the argument that has its role."""
         arguments = self.situation.arguments
         for role, one in program.roles:
-            made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
-            wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
+            made_of = {x.name for x in of_kind(Given, one.tokens)}
+            wanted = argument_of(role, arguments)
             if wanted and made_of and wanted not in made_of:
                 yield Step(f"the {role} is made from an argument other than {wanted}", "", "project")
 
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
         situation = self.situation
-        writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
+        is_function = situation.subject.module is None
+        writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, is_function)
         try:
             source, why = writer.source(), ""
         except UnreadError as error:
             source, why = "", str(error)
-        found = Equivalent(
-            source=source,
-            unwritten=why,
-            theirs=source_of(situation.subject.function),
-            handed=tuple(writer.writer.handed.values()),
-            steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
-        )
+        theirs, handed = source_of(situation.subject.function), tuple(writer.writer.handed.values())
+        found = Equivalent(source, why, theirs, handed, steps=holding.described(report.intended))
         found = holding.comparison.of(found)
         if not source or not holding.agrees or self._gives_the_same(found, holding.comparison.tolerance):
             return found
@@ -186,7 +160,7 @@ class Held:
         cases = [case_of(situation.trial, None, "", seed=41, form=one) for one in forms]
         as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
         text = compare(lambda case: WrittenPart(found).on(case.call, layout.outward), cases, as_given, tolerance)
-        return text.agrees and not text.left_out
+        return text.agrees_in_all
 
     def cases(self) -> Iterator[Case]:
         """List the calls that are compared."""
@@ -203,7 +177,7 @@ class Held:
         for one in (self.situation, *self.situation.other_masks):
             form, name = one.understood, one.plan.mask_parameter
             if form is not None:
-                yield case_of(one.trial, None, f"{WITH} {name}: {form}", seed=31, form=form)
+                yield case_of(one.trial, None, f"with {name}: {form}", seed=31, form=form)
         if self.situation.subject.initial:
             own = case_of(trial, None, "the parameters as they came", seed=32)
             yield replace(own, initial=self.situation.subject.initial)
@@ -250,12 +224,7 @@ def case_of(
 
 
 def hold(report: Report, situation: Situation) -> None:
-    """Hold a verdict against torch: without a program that gives the same numbers there is no EQUAL.
-
-    Args:
-        report: Receives the program, and the verdict that follows.
-        situation: What was seen.
-    """
+    """Hold a verdict against torch: without a program that gives the same numbers there is no EQUAL."""
     held = Held(situation)
     try:
         holding = held.holding()
@@ -287,12 +256,7 @@ def _failing(holding: Holding) -> Iterator[CheckResult]:
 
 
 def accuse(report: Report, situation: Situation) -> None:
-    """Let nothing count against the code that no number shows: prove it, or let it be a suspicion.
-
-    Args:
-        report: Whose findings are looked at; receives their proofs, and another verdict where none is proven.
-        situation: What was seen.
-    """
+    """Let nothing count against the code that no number shows: prove it, or let it be a suspicion."""
     report.findings = _contradicted(report.findings, situation)
     if all(finding.is_proven for finding in report.findings):
         return
@@ -336,8 +300,7 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
         return finding
     proving = Proving(situation)
     plain = [*proving.plain()]
-    unexplained = [] if exact is None else [one for one in exact.evidence(()) if not one.evidence]
-    steps = [one for one in unexplained if one.is_named_by(finding)]
+    steps = [] if exact is None else [one for one in exact.unexplained if one.is_named_by(finding)]
     if exact is not None and finding.stage != "wrap":
         gaps = [proving.difference(exact.program.without(step.stage)) for step in steps]
         gap = max([*gaps, *(gap for gap, _ in plain)]) if steps else 0.0
@@ -364,26 +327,8 @@ def _state_difference(report: Report, situation: Situation) -> None:
     report.equivalent = Held(situation).written(holding, report)
 
 
-def equivalent_of(situation: Situation) -> Equivalent:
-    """Make the equivalent of code for the size at which it was read.
-
-    Args:
-        situation: What was seen.
-
-    Raises:
-        UnreadError: If none can be made.
-    """
-    held = Held(situation)
-    return held.written(held.holding(), Report(situation.subject.name))
-
-
 def compare_output(report: Report, situation: Situation) -> None:
-    """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays.
-
-    Args:
-        report: Receives the verdict: equal as far as it was run, or unchecked.
-        situation: One call, in which no attention was seen.
-    """
+    """Say what hides the operations, and compare the output with torch's; a report that knows no reason stays."""
     hidden = _what_hides(situation)
     if not hidden:
         return
@@ -393,7 +338,7 @@ def compare_output(report: Report, situation: Situation) -> None:
         report.findings = [found_mistake("dropout_in_eval", stack=code_lines(drew), evidence=evidence)]
         report.verdict, report.reason = "deviates", ""
         return
-    subject, width = situation.subject, situation.trial.sizes.embed_dim
+    subject, width = situation.subject, trial.sizes.embed_dim
     unsaid = subject.module is not None and not subject.built  # nobody says how many heads an instance has
     counts = [number for number in range(1, width + 1) if width % number == 0] if unsaid else []
     worst = min((gap for gap, _ in Proving(situation).plain(counts)), default=None)

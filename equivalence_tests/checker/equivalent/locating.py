@@ -3,15 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
-
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.holding import Held
-from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.equivalent.search import Rest, Search
 from equivalence_tests.checker.equivalent.watched import Layout
@@ -22,12 +19,7 @@ OF_ANOTHER_SORT = ("residual",)  # steps that right attentions have without sayi
 
 
 def locate(report: Report, situation: Situation) -> None:
-    """Look for an expression without which the code is torch's attention, where a report does not say what is wrong.
-
-    Args:
-        report: Could not be checked; receives the finding with its proof, or the line in its reason.
-        situation: One call.
-    """
+    """Look for an expression without which the code is torch's attention, where a report does not say what is wrong."""
     layout = Layout.of(situation.trial)
     search = Search(
         lambda seed: situation.call.redrawn(seed or None), lambda found: layout.outward(layout.output(found))
@@ -54,14 +46,9 @@ def _without(report: Report, before: Situation, repair: Repair) -> Rest | None:
     kept = {one.name for one in departures}
     gone = (x for x in _explained(before) if x.evidence and x.name not in kept)
     doubt = next((f"{one.name} goes with it, and {one.evidence}" for one in gone), "")
-    computed = partial(_computed, before, holding.program)
-    return Rest(held.written(holding, report), computed, holding.comparison.tolerance, doubt)
-
-
-def _computed(situation: Situation, program: Program, seed: int) -> Tensor:
-    """Give a program's numbers for the inputs of a seed."""
-    values = Proving(situation).values(seed)
-    return program(values.given, values.module, values.parameters)
+    values = Proving(before).values
+    written = held.written(holding, report)
+    return Rest(written, lambda seed: holding.program(values(seed)), holding.comparison.tolerance, doubt)
 
 
 def _explained(situation: Situation) -> list[Departure]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, shown_as_step, unread
-from equivalence_tests.checker.equivalent.expressions import Given, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.reading import plain_layout, read
+from equivalence_tests.checker.equivalent.reading import read
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -42,8 +42,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
         return
     decide(report, holding, intended)
     why = "only a class or function can be written down, and this is one call"  # which gives no signature
-    steps = tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items())
-    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), steps))
+    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), holding.described(report.intended)))
 
 
 def show_by_program(report: Report, found: Examination, judgement: Judgement) -> None:
@@ -56,7 +55,7 @@ def show_by_program(report: Report, found: Examination, judgement: Judgement) ->
 
 
 def _shown(finding: Finding, call: Call, layout: Layout, holding: Holding) -> Finding:
-    steps = [step for step, said in holding.evidence(()).items() if not said and step.is_named_by(finding)]
+    steps = [step for step in holding.unexplained if step.is_named_by(finding)]
     if finding.is_proven or not steps:
         return finding
     plain = holding.program.without(steps[0].stage)
@@ -79,13 +78,13 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
         return _examined(call), Layout(_features_last, _features_last, first_output)
     named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
     apart = found if named_alike and len(found.judgements) == 1 else _examined(call)
-    if _holds_samples_first(apart.judgements[0], call):
-        return apart, plain_layout(first_output)
+    if _holds_samples_first(apart.judgements[0], call, _samples_first):
+        return apart, Layout(_samples_first, _samples_first, first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
     apart = _examined(call)
-    if not _holds_samples_first(apart.judgements[0], call, axis=0):
+    if not _holds_samples_first(apart.judgements[0], call, _exchanged):
         raise UnreadError("neither its first axis nor its second holds the samples")
     return apart, Layout(_exchanged, _exchanged, first_output)
 
@@ -101,6 +100,11 @@ def _convolves(module: nn.Module | None, tokens: Sequence[Tensor]) -> bool:
     """Whether a convolution takes the second axis of what is handed over for its features."""
     made = () if module is None else module.modules()
     return any(isinstance(x, nn.Conv2d) and x.in_channels == tokens[0].size(1) for x in made)
+
+
+def _samples_first(x: Tensor) -> Tensor:
+    """From (batch, ..., features), where all other axes hold tokens, to (batch, tokens, features)."""
+    return x.flatten(1, -2) if x.dim() > 3 else x[None] if x.dim() == 2 else x
 
 
 def _features_last(x: Tensor) -> Tensor:
@@ -148,19 +152,9 @@ def _call_around(found: Examination, judgement: Judgement) -> Any:
     return around[-1] if around else None
 
 
-def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> bool:
-    """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample.
-
-    Args:
-        judgement: Of the attention.
-        call: Whose arguments are numbered.
-        axis: Which axis of the arguments holds the tokens of a sample; all but the first and last, if it is 1.
-    """
-    lengths = [
-        x.size(0) if axis == 0 or x.dim() == 2 else x.shape[1:-1].numel()
-        for _, x in call.tensors
-        if id(x) in call.seeds
-    ]
+def _holds_samples_first(judgement: Judgement, call: Call, laid: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample as laid out."""
+    lengths = [laid(x).size(1) for _, x in call.tensors if id(x) in call.seeds]
     tokens = token_of(judgement.attention.parts[0].product.left[0][:, 0])
     return bool(lengths) and bool((tokens // lengths[0] == tokens[0] // lengths[0]).all())
 
@@ -173,7 +167,7 @@ def _holding(found: Examination, layout: Layout) -> Holding:
         for _, error in comparison.left_out:
             raise not_called_again(error)
         parameters = Parameters.of(call.module)
-        steps = tuple(program.hiding_by(_cut_by(call, program)).steps(call.module, parameters))
+        steps = tuple(program.hiding_by(_cut_by(call, program)).steps(parameters))
         return Holding(program, parameters, steps, comparison, left_over(program, call, layout, comparison))
 
 
@@ -187,8 +181,7 @@ def _cut_by(call: Call, program: Program) -> str:
 
 def _cases(call: Call, program: Program) -> Iterator[Case]:
     """Other tokens in the place of those that are projected, and other parameters."""
-    expressions = [one.tokens for _, one in program.roles] + [program.output.around]
-    used = {x.name for one in expressions for x in all_of(one) if isinstance(x, Given)}
+    used = {x.name for x in of_kind(Given, program.output.around, *(one.tokens for _, one in program.roles))}
     tokens = {id(x): x for name, x in call.tensors if name in used}
     for seed, words in ((7, "fresh inputs"), (8, "parameters drawn anew")):
         generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.codes import feature_of, place_of, source_
 from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.watching import storage_of
-from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -22,36 +22,22 @@ Head = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a product of queries and keys, and of that of its weights and values.
+    """One slice of a product of queries and keys, and of that of its weights and values."""
 
-    Args:
-        head: Names the head, by the features of its queries.
-        part: The product of queries and keys.
-        number: Of the slice in it.
-        context: The product of weights and values.
-        place: Of the slice in that.
-        rows: Those of the slice whose queries are of this head: heads that share their keys may be queries of one.
-    """
-
-    head: Head
+    head: Head  # names the head, by the features of its queries
     part: Part
-    number: int
+    number: int  # of the slice in it
     context: Context
     place: int
-    rows: Tensor
+    rows: Tensor  # those of the slice whose queries are of this head: heads that share their keys may be queries of one
 
 
 @dataclass(frozen=True)
 class Projection(Affine):
-    """Heads of queries, keys or values: weight (heads, head_dim, features) and bias (heads, head_dim).
-
-    Args:
-        tokens: What is projected.
-        change: What is done to each head until the product.
-    """
+    """Heads of queries, keys or values: weight (heads, head_dim, features) and bias (heads, head_dim)."""
 
     tokens: Expression = field(kw_only=True)
-    change: Change = field(default_factory=Change, kw_only=True)
+    change: Change = field(default_factory=Change, kw_only=True)  # what is done to each head until the product
 
     def projected(self, values: Values) -> Tensor:
         """Give the heads, (b, h, l, d), as they are projected."""
@@ -63,17 +49,19 @@ class Projection(Affine):
         return self.change(self.projected(values), values.parameters)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it projects an argument, and heads meet as they are projected, times a number."""
+        changed = self.change.norm is not None or self.change.rotation is not None
+        return self.bias is not None and isinstance(self.tokens, Given) and not changed
+
+    @property
     def number(self) -> float:
         """What the heads are multiplied by; a norm takes away what stands before it."""
         return self.change.factor * (self.factor if self.change.norm is None else 1.0)
 
 
 class OperandReader:
-    """Reads the operands of one attention.
-
-    Args:
-        watched: The run.
-    """
+    """Reads the operands of one attention."""
 
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
@@ -87,38 +75,28 @@ class OperandReader:
         self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 
     def read(self, role: str) -> Projection:
-        """Read one operand.
-
-        Args:
-            role: "query", "key" or "value".
-        """
+        """Read queries, keys or values."""
         try:
-            found = self._projected(role)
-            self.found[role] = replace(found, change=self._change(found, role))
-        except UnreadError as why:
+            found = self._changed(self._projected(role), role)
+        except UnreadError:
             made = self._made_by_a_part(role)
             if made is None:
                 raise
-            try:
-                self.found[role] = replace(made, change=self._change(made, role))
-            except UnreadError:
-                raise why from None
-        return self.found[role]
+            found = self._changed(made, role)
+        self.found[role] = found
+        return found
 
     def _made_by_a_part(self, role: str) -> Projection | None:
         """Read heads that a sub-module of the user's own makes of each token, as LoRA does; None where none does."""
         every = [_side(next(one for one in self.slices if one.head == head), role) for head in self.heads]
         made = self.watched.sources(sources_in(every[0][0]))[0].operation
         call = None if made is None else self.watched.call_around(made.index)
-        if call is None or not call.outputs or self.values.module is None:
+        if call is None or not call.outputs:
             return None
-        part = self.values.module.get_submodule(call.path)
+        part = self.watched.parameters.module.get_submodule(call.path)
         if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
             return None  # a matrix alone is read as one, or not at all
-        try:
-            tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
-        except UnreadError:
-            return None
+        tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
         if not isinstance(tokens, Called) or not _takes_tokens_apart(tokens, self.values):
             return None
         flat, heads = self._flat(tokens), list[Tensor]()
@@ -151,26 +129,21 @@ class OperandReader:
         norms = [one.change.norm for one in self.found.values() if one.change.norm is not None]
         parameters = self.watched.parameters
         named = [name for norm in norms for name in (norm.gain, norm.bias) if name]
-        named += [] if self.gain is None else [one.name for one in all_of(self.gain) if isinstance(one, Learnt)]
-        gains = [torch.arange(parameters.named[name].numel()) + parameters.start[name] for name in named]
+        named += [] if self.gain is None else [one.name for one in of_kind(Learnt, self.gain)]
+        gains = [parameters.places(name).flatten() for name in named]
         return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
 
-    def _change(self, found: Projection, role: str) -> Change:
-        """Read what is done to each head between projection and product."""
+    def _changed(self, found: Projection, role: str) -> Projection:
+        """Read what is done to each head between projection and product, beside it."""
         with torch.no_grad():
             projected = found.projected(self.values)
             met = self._all_met(role)
             if int(met.rows.max()) >= projected.size(0) * projected.size(2):
                 raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
-            return change_between(projected, met, self.watched)
+            return replace(found, change=change_between(projected, met, self.watched))
 
     def rows_of(self, role: str, tokens: Tensor) -> Tensor:
-        """Say which rows of all that is projected some tokens are.
-
-        Args:
-            role: "query", "key" or "value".
-            tokens: Their numbers.
-        """
+        """Say which rows of all that is projected some tokens are."""
         rows = self.numbers.get(role, {})
         return torch.tensor([rows.get(int(token), int(token)) for token in tokens.reshape(-1)]).view(tokens.shape)
 
@@ -201,15 +174,15 @@ class OperandReader:
             raise UnreadError("an operand is no argument and made by no projection")
         tensor, operation = taken
         tokens = self._tokens(tensor, operation.index, source, role)
-        flat, every = self._flat(tokens), list(all_of(tokens))
+        flat = self._flat(tokens)
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
             raise UnreadError("what is projected has different tokens from what is handed over")
         made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
         elements = made[[where[int(place)] for place in place_of(wanted)]]
-        learnt = {one.name for one in every if isinstance(one, Learnt)}
-        learnt |= {name for one in every if isinstance(one, Called) for name in self._parameters_of(one)}
+        learnt = {one.name for one in of_kind(Learnt, tokens)}
         parameters, biases = self.watched.parameters, 2 if role == "query" else 1
+        learnt = learnt.union(*(parameters.inside(one.path) for one in of_kind(Called, tokens)))
         found = parameters.projection(elements, flat[token], self.watched.tolerance, learnt, biases)
         if found is None or found.bias is None:
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
@@ -223,18 +196,13 @@ class OperandReader:
         if id(tensor) not in self.traced:
             self.traced[id(tensor)] = Tracer(self.watched).read(tensor, before)
         tokens = self.traced[id(tensor)]
-        flat, every = self._flat(tokens), list(all_of(tokens))
-        alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
-        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
+        flat = self._flat(tokens)
+        alike = any(len(self._flat(one)) == len(flat) for one in of_kind(Given, tokens))
+        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(of_kind(Joined, tokens)):
             made = tensor.detach().double().flatten(0, -2)
             rows = torch.arange(len(flat)) if near(made, flat, SINGLE) else torch.cdist(flat, made).argmin(0)
             self.numbers.setdefault(role, _row_numbers(source.codes, rows))
         return tokens
-
-    def _parameters_of(self, one: Called) -> Iterator[str]:
-        """Name the parameters of a sub-module."""
-        assert self.values.module is not None  # it has one
-        yield from (f"{one.path}.{name}" for name, _ in self.values.module.get_submodule(one.path).named_parameters())
 
     def _argument(self, source: Source) -> str:
         """Name the argument that some tokens are."""
@@ -242,7 +210,7 @@ class OperandReader:
         given = zip(recorder.names, recorder.given, strict=True)
         memory = storage_of(source.slot.tensor)
         found = (name.partition(":")[2] for name, slot in given if storage_of(slot.tensor) == memory)
-        return next((name for name in found if name in self.watched.given), "")
+        return next((name for name in found if name in self.values.given), "")
 
     def _flat(self, tokens: Expression) -> Tensor:
         """The tokens of all samples, (tokens, features)."""
@@ -252,7 +220,7 @@ class OperandReader:
 
 def in_each_sample(tokens: Expression, values: Values) -> Tensor:
     """Give tokens of all samples, (b, l, features): learnt ones are the same in each."""
-    x, batch = tokens(values), next(iter(values.given.values())).size(0)
+    x, batch = tokens(values), values.size(0)
     return x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])
 
 

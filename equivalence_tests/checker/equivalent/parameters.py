@@ -3,29 +3,32 @@
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.same import near
+
 NEARER = 1e-9  # so much farther off is each place
+
+
+class Layer(NamedTuple):
+    """A linear layer, as places of parameter elements: (out, in), and (out,) of the bias, -1 for none."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``.
+    """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``."""
 
-    Args:
-        weight: (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken.
-        bias: (...); -1 for none.
-        factor: What all of it is multiplied by.
-        more: A second bias, as queries may have one for each head; None for none.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    factor: float = 1.0
-    more: Tensor | None = None
+    weight: Tensor  # (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken
+    bias: Tensor | None  # (...); -1 for none
+    factor: float = 1.0  # what all of it is multiplied by
+    more: Tensor | None = None  # a second bias, as queries may have one for each head; None for none
 
     def of(self, x: Tensor, parameters: "Parameters") -> Tensor:
         """Project tokens, (..., features), all that it makes side by side."""
@@ -50,21 +53,18 @@ class Affine:
 
 
 class Parameters:
-    """The parameters of a module, or the matrices that a function is given, each element with a place.
+    """The parameters of a module, or the matrices that a function is given, each element with a place."""
 
-    Args:
-        named: The parameters by their names.
-    """
-
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
         self.named = dict(named)
+        self.module = nn.Module() if module is None else module  # an empty one for a function
         sizes = (parameter.numel() for parameter in self.named.values())
         self.start = dict(zip(self.named, itertools.accumulate(sizes, initial=0), strict=False))
 
     @classmethod
     def of(cls, module: nn.Module | None) -> "Parameters":
         """Take those of a module; none of a plain function."""
-        return cls({} if module is None else dict(module.named_parameters()))
+        return cls({} if module is None else dict(module.named_parameters()), module)
 
     def end_to_end(self) -> Tensor:
         """Lay the parameters end to end, with their gradients."""
@@ -76,6 +76,13 @@ class Parameters:
         shape = self.named[name].shape
         return torch.arange(shape.numel()).view(shape) + self.start[name]
 
+    def layer(self, name: str) -> Layer:
+        """Give the places of a weight, (out, in), or one row, and of the bias that stands beside it."""
+        weight = self.places(name).view(1, -1) if self.named[name].dim() == 1 else self.places(name)
+        bias = f"{name.removesuffix('weight')}bias"
+        fits = bias in self.named and self.named[bias].shape == weight.shape[:1]
+        return Layer(weight, self.places(bias) if fits else torch.full(weight.shape[:1], -1))
+
     def taken(self, places: Tensor) -> Tensor:
         """Give the elements at some places; 0 where the place is -1."""
         return torch.where(places >= 0, self.end_to_end()[places.clamp_min(0)], 0.0)
@@ -86,11 +93,16 @@ class Parameters:
 
     def names_at(self, places: Tensor) -> list[str]:
         """Name the parameters that elements belong to, in the order of the state_dict."""
-        found = [
-            (name, (places >= start) & (places < start + self.named[name].numel()))
-            for name, start in self.start.items()
-        ]
-        return [name for name, inside in found if bool(inside.any())]
+        return [name for name in self.named if bool(self.holds(name, places).any())]
+
+    def holds(self, name: str, places: Tensor) -> Tensor:
+        """Say which places are those of a parameter's elements."""
+        start = self.start[name]
+        return (places >= start) & (places < start + self.named[name].numel())
+
+    def inside(self, path: str) -> set[str]:
+        """Name the parameters of a sub-module."""
+        return {f"{path}.{name}" for name, _ in self.module.get_submodule(path).named_parameters()}
 
     def is_beside(self, bias: Tensor, weight: Tensor) -> bool:
         """Whether a bias, which may be none, belongs to the module that the weight belongs to."""
@@ -98,15 +110,7 @@ class Parameters:
         return len(owners) == 1
 
     def gradient(self, element: Tensor, without: Collection[str] = ()) -> tuple[Tensor, Tensor]:
-        """Differentiate one number by all parameters.
-
-        Args:
-            element: The number, of a run with gradients.
-            without: Names of parameters to leave out.
-
-        Returns:
-            The places whose gradient is not 0, and these gradients.
-        """
+        """Differentiate one number of a run with gradients: the places whose gradient is not 0, and these gradients."""
         asked = [name for name, x in self.named.items() if x.requires_grad and name not in without]
         if not asked or not element.requires_grad:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -136,21 +140,11 @@ class Parameters:
     def projection(
         self, elements: Tensor, features: Tensor, tolerance: float, without: Collection[str] = (), biases: int = 1
     ) -> Affine | None:
-        """Read which projection makes some elements of one token.
+        """Read which projection makes some elements of one token, one row for each; None if none makes these numbers.
 
-        d element / d weight is the input of the projection, and d element / d bias is 1, each times the factor: that
-        says which parameter element multiplies which feature. A sum in which each element counts as often as its
-        number says says whose each is.
-
-        Args:
-            elements: The numbers, of a run with gradients.
-            features: The input of the projection at that token, (e,).
-            tolerance: What differs by less, relative to the largest feature, is rounding.
-            without: Names of parameters that belong to something else.
-            biases: How many it may have at most.
-
-        Returns:
-            One row for each element; None if no such rows make the numbers.
+        d element / d weight is the input of the projection, (e,), and d element / d bias is 1, each times the factor:
+        that says which parameter element multiplies which feature. A sum in which each element counts as often as its
+        number says says whose each is. There are as many biases at most; some parameters belong to something else.
         """
         counts = torch.arange(1, len(elements) + 1)
         (places, numbers), (_, counted) = (self.gradient((elements * x).sum(), without) for x in (1, counts))
@@ -189,15 +183,16 @@ def snapped(measured: float, exact: float, tolerance: float) -> float:
     return exact if abs(measured - exact) <= 1e-2 * tolerance * abs(exact) else measured
 
 
+def factor_between(x: Tensor, have: Tensor, tolerance: float) -> float | None:
+    """Give the number that turns one into the other, up to rounding; None if none does."""
+    factor = float((x * have).sum() / x.square().sum())
+    return snapped(factor, 1.0, tolerance) if factor != 0 and near(x * factor, have, tolerance) else None
+
+
 def paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:
     """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias.
 
-    Args:
-        places: The parameter elements of each row, (rows, features), or one or two more.
-        numbers: Their gradients.
-        features: What each row is multiplied with.
-        sign: Of the factor.
-        tolerance: What differs by less, relative to the largest feature, is rounding.
+    The places, of the gradients of each row, are (rows, features), or one or two more; the factor has a sign.
     """
     biased, bias = numbers.size(1) - len(features), torch.full((len(numbers), 1), -1)
     factor = sign * float((numbers[0].square().sum() / (features.square().sum() + biased)).sqrt())

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, unread
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
@@ -28,29 +29,20 @@ EXACT, SINGLE = 1e-12, 3e-6  # relative; the second where a part computes in flo
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A part in torch's own, as text.
-
-    Args:
-        equivalent: The text, and how it compares.
-        weights: The arguments of a function that are its weights, by the names under which a module holds them.
-    """
+    """A part in torch's own, as text."""
 
     equivalent: Equivalent
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()  # the arguments of a function that are its weights, as a module calls them
 
     def on(self, call: Call, output: Callable[[Any], Tensor]) -> Computes:
-        """Give what computes the same as a call, with the weights of a module and with their gradients.
-
-        Args:
-            call: The call.
-            output: Finds what is compared in what comes back.
-        """
+        """Give what computes the same as a call, with the weights of a module and with their gradients."""
         names = self.equivalent.names()
 
-        def computed(given: dict[str, Tensor], module: nn.Module | None, *others: Any) -> Tensor:
-            leaves = {id(x): given[name] for name, x in call.tensors if name in given}
+        def computed(values: Values, may_attend: Tensor | None = None) -> Tensor:
+            module = values.parameters.module
+            leaves = {id(x): values.given[name] for name, x in call.tensors if name in values.given}
             args, kwargs, _ = call.fresh(leaves=leaves)
-            if module is None or self.equivalent.is_function:
+            if self.equivalent.is_function:
                 own = [getattr(module, name) for name in self.weights]
                 args, kwargs = taken(names["equivalent"], (*args, *own), kwargs)
                 return output(names["equivalent"](*args, **kwargs))
@@ -83,14 +75,8 @@ def tensors_of(returned: Any) -> list[Tensor]:
 def held(part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float) -> Comparison:
     """Compare a program with the user's code, until it differs.
 
-    Args:
-        part: What was written.
-        cases: The calls that are compared.
-        output: Finds what is compared in what comes back.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-
     Raises:
-        UnreadError: If none could be compared.
+        UnreadError: If no call could be compared.
     """
     layout = Layout(lambda x: x, lambda x: x, output)
     found = compare(lambda case: part.on(case.call, output), cases, layout, tolerance)

@@ -3,8 +3,9 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.contracts.projecting import OWN
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import (
     Attended,
     Called,
@@ -23,9 +23,11 @@ from equivalence_tests.checker.equivalent.expressions import (
     Values,
     added_twice,
     all_of,
+    attends,
+    of_kind,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Affine, Parameters
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.sublayers import Sublayers, adds_its_queries, is_norm
 from equivalence_tests.checker.reach.arguments import ROLES
@@ -34,60 +36,38 @@ from equivalence_tests.checker.reach.proposing import taken_apart
 BLOCK = re.compile(r"block|resid", re.IGNORECASE)
 ROUNDING = 1e-13  # of factors that are products of exact ones
 ROUNDED = 1e-6  # of those that were measured
+NO_MATRIX = "the module holds no matrix that could"
+
+
+@dataclass(frozen=True)
+class Output(Affine):
+    """What is made of the averaged values of all heads, side by side."""
+
+    around: Expression = field(kw_only=True)  # what is made of that: norms, gates, a residual connection
 
 
 @dataclass(frozen=True)
 class Program:
-    """output = around(out_proj(softmax(scale · query keyᵀ + bias) value)).
-
-    Args:
-        query: The projection of the queries.
-        key: Of the keys.
-        value: Of the values.
-        scale: What the scores are multiplied by.
-        bias: What is added to them.
-        output: What is made of the averaged values.
-        cap: Of a tanh, or a clamp, that holds the scores; 0 if there is none.
-        mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
-        cuts: Whether it is a clamp.
-        gain: What the scores of each head are multiplied by as well, where that is learnt; None for nothing.
-        sink: A score of each head, learnt, that takes a share of every row and goes to no key; None for none.
-    """
+    """output = around(out_proj(softmax(scale · query keyᵀ + bias) value))."""
 
     query: Projection
     key: Projection
     value: Projection
-    scale: float
+    scale: float  # what the scores are multiplied by
     bias: Bias
-    output: Output
-    cap: float = 0.0
-    mask_replaces: bool = False
-    cuts: bool = False
-    gain: Expression | None = None
-    sink: Expression | None = None
+    output: Output  # what is made of the averaged values
+    cap: float = 0.0  # of a tanh that holds the scores; 0 if there is none
+    gain: Expression | None = None  # what is learnt to multiply the scores of each head by as well
+    sink: Expression | None = None  # a score of each head, learnt, that takes a share of every row and goes to no key
 
-    def __call__(
-        self,
-        given: Mapping[str, Tensor],
-        module: nn.Module | None,
-        parameters: Parameters,
-        may_attend: Tensor | None = None,
-    ) -> Tensor:
-        """Run it.
+    def __call__(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give what comes back, (batch, tokens, features); a mask is (batch, query_len, key_len), True = may look."""
+        output = self.output.of(self.merged(values, may_attend), values.parameters)
+        return self.output.around(replace(values, output=output))
 
-        Args:
-            given: The arguments by name, each as (batch, tokens, features).
-            module: The user's, whose sub-modules are called where the program has steps.
-            parameters: Its parameters.
-            may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
-
-        Returns:
-            What comes back, (batch, tokens, features).
-        """
-        values = Values(given, module, parameters)
-        averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)
-        values.output = self.output.of(averaged, parameters)
-        return self.output.around(values)
+    def merged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give the averaged values of all heads side by side, (b, q, h * d)."""
+        return self.averaged(values, may_attend).transpose(1, 2).flatten(2)
 
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
@@ -112,8 +92,6 @@ class Program:
     def products(self, values: Values) -> Tensor:
         """Give the scores before anything is added to them, (b, h, q, k)."""
         scores = self.scale * self._scaled_queries(values) @ self.key(values).mT
-        if self.cuts:
-            return scores.clamp(-self.cap, self.cap)
         return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
 
     def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -123,9 +101,7 @@ class Program:
 
     def _added(self, query: Tensor, key: Tensor, values: Values, may_attend: Tensor | None = None) -> Tensor | None:
         """Give what is added to the scores; None for nothing."""
-        replaced = self.mask_replaces and may_attend is not None
-        own = replace(self.bias, visible=Visible()) if replaced else self.bias
-        bias = own(query, key.size(-2), values)
+        bias = self.bias(query, key.size(-2), values)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
@@ -139,40 +115,29 @@ class Program:
     @property
     def is_multi_head_attention(self) -> bool:
         """Whether ``nn.MultiheadAttention`` suffices."""
-        plain = all(
-            one.bias is not None
-            and isinstance(one.tokens, Given)
-            and (one.change.norm, one.change.rotation) == (None, None)
-            for _, one in self.roles
-        )
-        heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
-        plain = plain and self.query.more is None
-        alike = self.query.weight.shape == self.key.weight.shape == self.value.weight.shape
-        whole = plain and alike and features == heads * width
-        out = self.output.bias is not None and self.output.weight.shape == (features, features)
+        if not all(one.is_plain for _, one in self.roles) or self.output.bias is None or self.query.more is not None:
+            return False
+        heads, width, features = self.query.weight.shape
+        alike = {one.weight.shape for _, one in self.roles} == {(heads, width, features)}
+        whole = alike and features == heads * width and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
-        bias = (
-            not self.cap
-            and not self.mask_replaces
-            and self.gain is self.sink is None
-            and (self.bias.is_none or self.bias.is_causal)
-        )
-        return whole and out and bias and as_they_are and self.output.around == Attended()
+        scores = not self.cap and self.gain is self.sink is None and (self.bias.is_none or self.bias.is_causal)
+        return whole and as_they_are and scores and self.output.around == Attended()
 
     @property
     def scale_of_scores(self) -> float:
         """What the product of projected queries and keys is multiplied by."""
         return self.scale * self.query.number * self.key.number
 
-    def steps(self, module: nn.Module | None, parameters: Parameters) -> Iterator[Step]:
+    def steps(self, parameters: Parameters) -> Iterator[Step]:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
-        evidence = Evidence(module, parameters, self.projections(parameters))
+        evidence = Evidence(parameters, self.projections(parameters))
         yield from self._twice(parameters)
-        yield from self._of_others(parameters, module)
-        yield from self._in_part(parameters, module)
-        yield from self._in_another_order(parameters, module)
-        yield from order_steps(self.query, self.key, self.value, self.output)
+        yield from self._of_others(parameters)
+        yield from self._in_part(parameters)
+        yield from self._in_another_order(parameters)
+        yield from self._in_their_own_order()
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
         yield from self._of_operands()
@@ -183,15 +148,14 @@ class Program:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
             yield Step("the output changes its sign", "", "sign")
-        yield from self._behind(evidence, module)
+        yield from self._behind(evidence)
 
     def without(self, stage: str) -> "Program":
         """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
         if stage in ("rotary", "rotated", "operand", "values"):
-            changes, rotates = [one.change for _, one in self.roles], stage in ("rotary", "rotated")
-            bare = [replace(x, rotation=None) if rotates else replace(x, norm=None) for x in changes]
-            three = [replace(one, change=x) for (_, one), x in zip(self.roles, bare, strict=True)]
-            return replace(self, query=three[0], key=three[1], value=three[2])
+            gone: Any = {"rotation": None} if stage in ("rotary", "rotated") else {"norm": None}
+            three: Any = {role: replace(one, change=replace(one.change, **gone)) for role, one in self.roles}
+            return replace(self, **three)
         if stage == "context":
             return replace(self, value=replace(self.value, factor=1.0, change=replace(self.value.change, factor=1.0)))
         if stage == "factor":
@@ -216,8 +180,8 @@ class Program:
         """The parameter elements that its projections use."""
         return torch.cat([*(one.places for _, one in self.roles), self.output.places])
 
-    def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
-        around = self.output.around
+    def _behind(self, evidence: Evidence) -> Iterator[Step]:
+        around, module = self.output.around, evidence.parameters.module
         asks = frozenset(evidence.parameters.names_at(self.query.places))
         sublayers = Sublayers(around, self.query.tokens, module, asks)
         fed = "a feed-forward follows it" if sublayers.branches else _called_a_block(module)
@@ -225,15 +189,14 @@ class Program:
             yield Step(unlike, "", "residual")
         for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
             yield Step(f"{name} is added more than once", "", "residual")
-        tokens = [one.tokens for _, one in self.roles]
-        called = [x for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
-        normed = [x.path for x in called if module is not None and is_norm(module.get_submodule(x.path))]
+        called = [*of_kind(Called, around, *(one.tokens for _, one in self.roles))]
+        normed = [x.path for x in called if is_norm(module.get_submodule(x.path))]
         projected = {f"{x.path} is called" for x in called if sublayers.projects_queries(x)}
-        projected |= {f"{x.name} takes part" for x in all_of(self.query.tokens) if isinstance(x, Learnt)}
-        single = {name for name, x in module.named_parameters() if x.numel() == 1} if module is not None else set()
-        gates = [x.name for x in all_of(around) if isinstance(x, Learnt) and x.name in single]
+        projected |= {f"{x.name} takes part" for x in of_kind(Learnt, self.query.tokens)}
+        single = {name for name, x in module.named_parameters() if x.numel() == 1}
+        gates = [x.name for x in of_kind(Learnt, around) if x.name in single]
         gated = f"{gates[0]} says how much is added to what comes in" if gates else ""
-        projecting = None if self.output.bias is not None or module is None else _projecting(around, module)
+        projecting = None if self.output.bias is not None else _projecting(around, module)
         for step in evidence.steps(around, "output"):
             if step.evidence and step.words == f"{projecting} is called":
                 continue
@@ -253,18 +216,18 @@ class Program:
                 named = parameters.name_at(int(both[0]))
                 yield Step(f"{named} projects both the {first} and the {second}", "", "project")
 
-    def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _of_others(self, parameters: Parameters) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
+        module = parameters.module
         made = {role: self._made_by(one.tokens, module) for role, one in self.roles if one.bias is None}
         bare = [role for role, path in made.items() if not path]
-        behind = tuple(f"{x.path}." for x in all_of(self.output.around) if isinstance(x, Called))
+        behind = tuple(f"{x.path}." for x in of_kind(Called, self.output.around))
         matrices = {name for name, x in parameters.named.items() if x.dim() > 1 and not name.startswith(behind)}
         further = matrices - self.projections(parameters)
         for role in bare if len(bare) < len(self.roles) else ():
-            why = "" if module is None or further else "the module holds no matrix that could"
-            yield Step(f"the {role} is not projected", why, "project")
+            yield Step(f"the {role} is not projected", "" if further else NO_MATRIX, "project")
         called = [one.tokens for _, one in self.roles if isinstance(one.tokens, Called)]
-        normed = {x.inner for x in called if module is not None and is_norm(module.get_submodule(x.path))}
+        normed = {x.inner for x in called if is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:
             if (one.tokens,) in normed:
                 yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
@@ -280,18 +243,18 @@ class Program:
                 yield Step(f"{name} projects the {role}", "", "project")
 
     @staticmethod
-    def _made_by(tokens: Expression, module: nn.Module | None) -> str:
+    def _made_by(tokens: Expression, module: nn.Module) -> str:
         """Name the sub-module that makes the heads of a role; "" for none, and for a norm."""
-        if module is None or not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
+        if not isinstance(tokens, Called) or is_norm(module.get_submodule(tokens.path)):
             return ""
         return tokens.path
 
-    def _in_another_order(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _in_another_order(self, parameters: Parameters) -> Iterator[Step]:
         """Queries, keys and values that lie in one matrix, or one argument, in another order than the code says."""
         bare = [one.tokens for _, one in self.roles if one.bias is None]
         owners = dict.fromkeys(name for _, one in self.roles for name in parameters.names_at(one.weight))
         what = "the argument" if bare else next(iter(owners))
-        said = ROLES if bare else taken_apart(type(module))
+        said = ROLES if bare else taken_apart(type(parameters.module))
         first = {role: one.weight.flatten(1)[:, 0] for role, one in self.roles}
         packed = len(bare) == 3 and isinstance(bare[0], Given) and len({*bare}) == 1 if bare else len(owners) == 1
         if not packed or not said or torch.equal(first["query"], first["value"]):  # of one argument, all of it for each
@@ -299,8 +262,33 @@ class Program:
         if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
-    def _in_part(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
+    def _in_their_own_order(self) -> Iterator[Step]:
+        """Rows or columns of the weights that are taken in an order of their own, which nothing says is intended."""
+        output, rows = self.output, {role: _rows(one) for role, one in self.roles}
+        heads = rows["query"][:, 0].argsort(stable=True)
+        rows = {role: found[heads] for role, found in rows.items()}
+        for role, one in self.roles:
+            if one.bias is not None and bool((one.weight.diff() <= 0).any()):
+                yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
+            if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
+                yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
+            turned = one.change.rotation
+            whole = rows[role].view(1, -1) if turned is not None and turned.whole else rows[role]
+            if turned is not None and not turned.is_in_order(_ranks(whole)):
+                yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
+        if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
+            yield Step("the features of queries and keys are paired in another order", "", "split")
+        columns = output.weight.argsort() if output.bias is None else output.weight[0]  # of the averaged values
+        if not _alike(columns.unflatten(0, self.value.weight.shape[:2])[heads], rows["value"]):
+            yield Step("the heads are put side by side in another order than they were split in", "", "merge")
+        if output.bias is not None:
+            biased = bool((output.bias >= 0).all())
+            if bool((output.weight[:, 0].diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
+                yield Step("the features of the output are put in another order", "", "output")
+
+    def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight, or what a sub-module makes, of which some elements take no part."""
+        module = parameters.module
         made = defaultdict[str, list[Tensor]](list)
         for _, one in self.roles:
             made["" if one.bias is not None else self._made_by(one.tokens, module)].append(one.weight.flatten())
@@ -309,8 +297,7 @@ class Program:
                 yield Step(f"only a part of what {path} makes takes part", "", "unused")
         used = self._places.unique()
         for name in sorted(self.projections(parameters)):
-            start, count = parameters.start[name], parameters.named[name].numel()
-            if int(((used >= start) & (used < start + count)).sum()) < count:
+            if int(parameters.holds(name, used).sum()) < parameters.named[name].numel():
                 yield Step(f"only a part of {name} takes part", "", "unused")
 
     def _of_operands(self) -> Iterator[Step]:
@@ -350,11 +337,10 @@ class Program:
             yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
-            yield Step(
-                f"the distance{self.bias.grid or ''} times a slope is subtracted from the scores", said, "scores"
-            )
+            distance = f"the distance{self.bias.grid or ''}"
+            yield Step(f"{distance} times a slope is subtracted from the scores", said, "scores")
         if self.cap:
-            yield Step(f"the scores are capped at {self.cap:.6g} by a {'clamp' if self.cuts else 'tanh'}", "", "cap")
+            yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), self.bias.visible.evidence, "mask")
 
@@ -366,21 +352,20 @@ class Program:
             return Step(f"{name} is added to the queries", f"the parameter {name}", "again")
         added = relative.added(self.query, parameters)
         here, there = (", ".join(names) or "nothing" for names in added)
-        met = f"the vector in {relative.table}" if relative.table else "a sinusoid"
-        words = f"the queries plus {here} meet {met} of each distance, projected by "
+        words = f"the queries plus {here} meet the vector in {relative.table} of each distance, projected by "
         words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} meet the keys"
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""
         return Step(words, said, "scores" if said else "again")
 
 
-def _width_of(path: str, module: nn.Module | None) -> int:
+def _width_of(path: str, module: nn.Module) -> int:
     """How many features a linear layer makes; 0 of anything else, which does not say."""
-    called = module.get_submodule(path) if module is not None else None
+    called = module.get_submodule(path)
     return called.out_features if isinstance(called, nn.Linear) else 0
 
 
-def _called_a_block(module: nn.Module | None) -> str:
+def _called_a_block(module: nn.Module) -> str:
     """Say that a class is called a block, which holds its residual connection; "" for none."""
     name = type(module).__name__
     return f"{name} is called a block, and blocks are added to what they are given" if BLOCK.search(name) else ""
@@ -388,46 +373,13 @@ def _called_a_block(module: nn.Module | None) -> str:
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:
     """The linear layer that takes the averaged values behind a gate: the output projection."""
-    called = [x for x in all_of(around) if isinstance(x, Called) and any(isinstance(y, Attended) for y in all_of(x))]
-    return next((x.path for x in called if isinstance(module.get_submodule(x.path), nn.Linear)), None)
-
-
-def order_steps(query: Projection, key: Projection, value: Projection, output: Output) -> Iterator[Step]:
-    """List where rows or columns of the weights are taken in an order of their own, which nothing says is intended."""
-    rows = {"query": _rows(query), "key": _rows(key), "value": _rows(value)}
-    heads = rows["query"][:, 0].argsort(stable=True)
-    rows = {role: found[heads] for role, found in rows.items()}
-    for role, one in (("query", query), ("key", key), ("value", value)):
-        if one.bias is not None and bool((one.weight.diff() <= 0).any()):
-            yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
-        if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
-            yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
-        turned = one.change.rotation
-        if turned is not None and not turned.is_in_order(
-            _ranks(rows[role].view(1, -1) if turned.whole else rows[role])
-        ):
-            yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
-    if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
-        yield Step("the features of queries and keys are paired in another order", "", "split")
-    columns = _columns(output, *value.weight.shape[:2])[heads]
-    if not _alike(columns, rows["value"]):
-        yield Step("the heads are put side by side in another order than they were split in", "", "merge")
-    if output.bias is not None:
-        order = output.weight[:, 0]
-        biased = bool((output.bias >= 0).all())
-        if bool((order.diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
-            yield Step("the features of the output are put in another order", "", "output")
+    called = (x.path for x in of_kind(Called, around) if attends(x))
+    return next((path for path in called if isinstance(module.get_submodule(path), nn.Linear)), None)
 
 
 def _rows(one: Projection) -> Tensor:
     """Where each row of a projection begins among the parameters, (heads, head_dim)."""
     return one.weight if one.bias is None else one.weight[..., 0]
-
-
-def _columns(output: Output, heads: int, width: int) -> Tensor:
-    """Where each averaged value meets the output projection, or lies in the output, (heads, head_dim)."""
-    columns = output.weight.argsort() if output.bias is None else output.weight[0]
-    return columns.unflatten(0, (heads, width))
 
 
 def _alike(columns: Tensor, rows: Tensor) -> bool:

@@ -28,13 +28,7 @@ def proven(
 ) -> Proof | None:
     """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
 
-    Args:
-        module: Holds the parameters.
-        gaps: Gives both for the inputs of a seed.
-        rounding: The greatest difference that is rounding.
-
-    Returns:
-        None where they prove nothing, or the program is of other sizes.
+    Both are given for the inputs of a seed; None where they prove nothing, or the program is of other sizes.
     """
     with kept_parameters(module), torch.no_grad():
         redraw(module, 9)
@@ -48,11 +42,7 @@ def proven(
 
 @dataclass
 class Proving:
-    """Puts torch's averaged values into the user's run, and lets the user's own code go on.
-
-    Args:
-        situation: The call.
-    """
+    """Puts torch's averaged values into the user's run, and lets the user's own code go on."""
 
     situation: Situation
 
@@ -60,6 +50,11 @@ class Proving:
     def layout(self) -> Layout:
         """Of its arguments and its output."""
         return Layout.of(self.situation.trial)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Of the user's module."""
+        return Parameters.of(self.situation.subject.module)
 
     @property
     def rotates(self) -> bool:
@@ -70,28 +65,22 @@ class Proving:
     def plain(self, counts: Sequence[int] = ()) -> Iterator[tuple[float, Plain]]:
         """List the plain attentions that the code may be intended to be, each with how far the code is from it.
 
-        Args:
-            counts: How many heads it may have; () for as many as it was built with.
+        Its heads may be so many; () for as many as it was built with.
         """
         situation, sizes = self.situation, self.situation.trial.sizes
-        module = situation.subject.module
-        flat = module is None and "h" not in situation.plan.layout
+        flat = situation.subject.module is None and "h" not in situation.plan.layout
         for heads in [1] if flat else counts or [sizes.num_heads]:
-            for one in plain_programs(module, situation.arguments, heads, sizes.embed_dim):
+            for one in plain_programs(self.parameters, situation.arguments, heads, sizes.embed_dim):
                 yield self.difference(one.program), one
 
     def proof(self, plain: Plain, blamed: Operation | None) -> Proof | None:
         """Show that torch's values make the user's code return torch's numbers, and that it does not without them.
 
-        Args:
-            plain: Torch's attention with the user's weights.
-            blamed: The operation that departs: what comes back is put in there, where it stands behind the attention.
-
-        Returns:
-            None where something takes part in the user's code that the program does not have: nobody knows then
-            what is right.
+        Where the operation that is blamed stands behind the attention, what comes back is put in there. None where
+        something takes part in the user's code that the program does not have: nobody knows then what is right.
         """
-        place, late = self._place(plain), blamed is not None and blamed.index >= self._end(plain)
+        place, end = self._around(plain.output)
+        late = blamed is not None and blamed.index >= end
         place = blamed if late else place
         if place is None or not self._accounts_for_all(plain):
             return None
@@ -101,8 +90,8 @@ class Proving:
     def _gaps(self, program: Program, seed: int, place: Operation, late: bool) -> tuple[float, float]:
         """How far the user's code is from a program with the right values put in, and without."""
         values = self.values(seed)
-        want = program(values.given, values.module, values.parameters)
-        right = want if late else program.averaged(values).transpose(1, 2).flatten(2)
+        want = program(values)
+        right = want if late else program.merged(values)
         patched = self._run(seed, {place.index: _put(right, self.layout)})
         return difference_of(want, patched), difference_of(want, self._run(seed, {}))
 
@@ -111,43 +100,34 @@ class Proving:
         module = self.situation.subject.module
         with kept_parameters(module), torch.no_grad():
             redraw(module, 9)
-            values = self.values(1)
             try:
-                return difference_of(program(values.given, values.module, values.parameters), self._run(1, {}))
+                return difference_of(program(self.values(1)), self._run(1, {}))
             except NOT_ITS_SIZE:
                 return math.inf
 
     def values(self, seed: int) -> Values:
         """Give what a program computes from, with fresh inputs."""
-        call = self.situation.call
-        _, _, copies = call.fresh(seed)
-        return Values(self.layout.given(call, copies), call.module, Parameters.of(call.module))
+        _, _, copies = self.situation.call.fresh(seed)
+        return self.layout.values(self.situation.call, copies)
 
     def _run(self, seed: int, patches: Mapping[int, Patch]) -> Tensor:
         run = self.situation.call.run(patches, seed=seed, read=False)
         return self.layout.outward(self.layout.output(run.output)).double()
 
-    def _place(self, plain: Plain) -> Operation | None:
-        """What gives the averaged values to the output projection, or gives them back."""
+    def _around(self, path: str) -> tuple[Operation | None, int]:
+        """What gives the averaged values to the output projection, or back, and the first operation behind that."""
         run = self.situation.found.run
-        calls = [call for call in run.recorder.calls if call.path == plain.output]
-        if plain.output and len(calls) != 1:
-            return None
-        taken = calls[0].inputs[0] if plain.output else self.layout.output(run.output)
-        before = calls[0].first if plain.output else len(run.operations)
+        calls = [call for call in run.recorder.calls if call.path == path and path]
+        taken, before, end = self.layout.output(run.output), len(run.operations), len(run.operations)
+        if calls:
+            taken, before, end = calls[0].inputs[0], calls[0].first, calls[0].end
         made = (op for op in reversed(run.operations[:before]) if any(slot.tensor is taken for slot in op.outputs))
-        return next(made, None)
-
-    def _end(self, plain: Plain) -> int:
-        """The number of the first operation behind the output projection."""
-        run = self.situation.found.run
-        return next((call.end for call in run.recorder.calls if call.path == plain.output), len(run.operations))
+        return next(made, None) if len(calls) == bool(path) else None, end
 
     def _accounts_for_all(self, plain: Plain) -> bool:
         """Whether all that takes part in the user's code is in the program: parameters, and other arguments."""
-        situation, module = self.situation, self.situation.subject.module
-        every = set() if module is None else {name for name, _ in module.named_parameters()}
-        learnt = every - set(unused_parameters(situation.found.run, module))
+        situation = self.situation
+        learnt = self.parameters.named.keys() - {*unused_parameters(situation.found.run, situation.subject.module)}
         others = [x for _, x in situation.call.tensors if x.is_floating_point() and id(x) not in situation.call.seeds]
         return learnt <= plain.used and not others
 

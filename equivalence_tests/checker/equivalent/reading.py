@@ -2,26 +2,24 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Examination
+from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
-from equivalence_tests.checker.equivalent.ending import EndReader, Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, of_kind
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
-from equivalence_tests.checker.equivalent.parameters import snapped
-from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.parameters import Affine, order_of, snapped
+from equivalence_tests.checker.equivalent.program import Output, Program
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
@@ -34,10 +32,6 @@ NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
 
 def read(found: Examination, layout: Layout) -> tuple[Program, float]:
     """Read the one attention of a call.
-
-    Args:
-        found: What the engine saw in the call.
-        layout: Of the arguments and the output.
 
     Returns:
         The program, and what differs by less than rounding in it, relative to the largest value.
@@ -55,26 +49,15 @@ def read(found: Examination, layout: Layout) -> tuple[Program, float]:
 
 def _read(watched: Watched) -> tuple[Program, float]:
     reader = OperandReader(watched)
-    three = [reader.read(role) for role in ROLES]
-    if any(one.change.rotation is not None and one.change.rotation.single for one in three):
+    query, key, value = (reader.read(role) for role in ROLES)
+    if any(one.change.rotation is not None and one.change.rotation.single for one in reader.found.values()):
         watched.tolerance = SINGLE
     why = UnreadError("")
-    for scale, bias in _scores(reader, three, watched.values):
-        cap, bound = _cap(watched.judgement), _bound(watched)
-        program = Program(
-            three[0],
-            three[1],
-            three[2],
-            scale,
-            bias,
-            NOTHING,
-            cap or bound,
-            cuts=bool(bound),
-            gain=reader.gain,
-            sink=reader.sink,
-        )
+    for scale, bias in _scores(reader, query, key):
+        cap = _cap(watched.judgement)
+        program = Program(query, key, value, scale, bias, NOTHING, cap, gain=reader.gain, sink=reader.sink)
         with torch.no_grad():
-            averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
+            averaged = program.merged(watched.values).flatten(0, 1)
         try:
             output = EndReader(watched, averaged).read()
         except UnreadError as error:
@@ -84,14 +67,11 @@ def _read(watched: Watched) -> tuple[Program, float]:
     raise why
 
 
-def _scores(reader: OperandReader, three: list[Projection], values: Values) -> list[tuple[float, Bias]]:
+def _scores(reader: OperandReader, query: Projection, key: Projection) -> list[tuple[float, Bias]]:
     """What the scores are multiplied by and what is added; where no scores are seen, as in tiles, what it may be."""
     models, attention = reader.watched.judgement.models, reader.watched.judgement.attention
-    if _bound(reader.watched):
-        models = [read_weights(attention.run, part, part.contexts[0], gently=True) for part in attention.parts]
-    query, key = three[:2]
     with torch.no_grad():
-        lengths = query.projected(values).size(2), key.projected(values).size(2)
+        lengths = query.projected(reader.values).size(2), key.projected(reader.values).size(2)
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
     reader.sink = _sink(reader)
     if not models or (reader.sink is None and any((one.kind, one.axis) == ("softmax", "") for one in models)):
@@ -115,7 +95,7 @@ def _gain(reader: OperandReader) -> Expression | None:
     for operation, one in factors:
         with suppress(UnreadError):  # else it is no parameter, and may be a number
             made = Tracer(watched).read(one, operation.index)
-            named = [watched.parameters.named[x.name] for x in all_of(made) if isinstance(x, Learnt)]
+            named = [watched.parameters.named[x.name] for x in of_kind(Learnt, made)]
             if any(x.requires_grad for x in named):
                 found.append(made if operation.name == "mul" else Made("reciprocal", (made,)))
     return functools.reduce(lambda one, other: Made("product", (one, other)), found) if found else None
@@ -163,14 +143,6 @@ def _cap(judgement: Judgement) -> float:
     return written if abs(cap - written) <= 1e-6 * abs(cap) else cap  # read off a tanh, not to the last digits
 
 
-def _bound(watched: Watched) -> float:
-    """What a clamp holds the scores at, on both sides; 0 without one."""
-    attention = watched.judgement.attention
-    steps = (operation for part in attention.parts for operation, _, _ in part.steps(attention.run))
-    ends = ((x.argument(1, "min"), x.argument(2, "max")) for x in steps if x.name in ("clamp", "clip"))
-    return next((float(high) for low, high in ends if low and high and low == -high), 0.0)
-
-
 def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
     """What the scores of each head of a part are multiplied by, beside what is learnt; none where nothing is chosen."""
     if not model.has_choice:
@@ -188,10 +160,59 @@ def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
     return torch.stack([number / gain[head % len(gain)] for head, number in heads.items()])
 
 
-def plain_layout(output: Callable[[Any], Tensor]) -> Layout:
-    """The layout of arguments that hold features last: all axes between the first and the last hold tokens."""
+class EndReader:
+    """Reads what stands behind the averaged values of all heads, side by side, (tokens, heads * head_dim)."""
 
-    def inward(x: Tensor) -> Tensor:
-        return x.flatten(1, -2) if x.dim() > 3 else x[None] if x.dim() == 2 else x
+    def __init__(self, watched: Watched, averaged: Tensor) -> None:
+        self.watched, self.averaged = watched, averaged
+        self.final = watched.layout.output(watched.returned)
+        self.projection: Affine | None = None
 
-    return Layout(inward, inward, output)
+    def read(self) -> Output:
+        """Read it.
+
+        Raises:
+            UnreadError: If what comes back is made of the averaged values in a way that is not known.
+        """
+        around = Tracer(self.watched, self._is_projection).read(self.final, len(self.watched.operations))
+        if self.projection is None:
+            raise UnreadError("what is returned is not made from the averaged values")
+        return Output(self.projection.weight, self.projection.bias, self.projection.factor, around=around)
+
+    def _is_projection(self, tensor: Tensor, operation: Operation) -> bool:
+        """Whether a tensor is a projection of the averaged values, or holds these as they are."""
+        if operation.index < self.watched.judgement.attention.last.index:
+            return False
+        positions = self._positions(tensor, operation)
+        if positions is None or len(positions) != len(self.averaged):
+            return False
+        values = tensor.detach().reshape(-1)[positions].double()
+        found = self._projected(tensor.reshape(-1)[positions[-1]], values) or self._as_they_are(values)
+        self.projection = found or self.projection
+        return found is not None
+
+    def _positions(self, tensor: Tensor, operation: Operation) -> Tensor | None:
+        """Lay it out as what comes back, or by its names."""
+        if tensor.shape == self.final.shape:
+            numbers = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
+            return self.watched.layout.outward(numbers).flatten(0, -2).long()
+        return self.watched.positions(tensor, operation)
+
+    def _projected(self, elements: Tensor, values: Tensor) -> Affine | None:
+        """Read the rows of a projection, one for each feature of the last token; they have to give all tokens."""
+        parameters, tolerance = self.watched.parameters, self.watched.tolerance
+        found = parameters.projection(elements, self.averaged[-1], tolerance)
+        if found is None:
+            return None
+        with torch.no_grad():
+            given = found.of(self.averaged, parameters)
+        return found if near(given, values, 100 * tolerance) else None
+
+    def _as_they_are(self, have: Tensor) -> Affine | None:
+        """Find which averaged value each feature is."""
+        want = self.averaged
+        if have.size(-1) != want.size(-1):
+            return None
+        order = order_of(have, want)
+        close = near(have, want[:, order], 10 * self.watched.tolerance)
+        return Affine(order, None) if close and len(order.unique()) == len(order) else None

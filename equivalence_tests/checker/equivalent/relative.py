@@ -1,4 +1,4 @@
-"""Transformer-XL's relative positions: queries with a bias of their own meet a projected sinusoid of each distance."""
+"""Transformer-XL's relative positions: queries with a bias of their own meet a projected vector of each distance."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,37 +10,24 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import Projection
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between
 from equivalence_tests.checker.equivalent.rotation import Change
 
-BASE = 10_000.0
 NEAR = 1e-5  # of sines in float32
 Gradients = list[tuple[Tensor, Tensor]]  # of one score of each head: the parameter elements, and the numbers
 
 
 @dataclass(frozen=True)
 class Relative:
-    """What is added to the scores: factor * (query · (weight · sinusoid(query's place - key's place) + bias)).
+    """What is added to the scores: factor * (query · (weight · vector(query's place - key's place) + bias))."""
 
-    Args:
-        query: How the queries are made that meet the sinusoids.
-        weight: The places of the projection of the sinusoids, (h, d, features).
-        factor: What the products are multiplied by.
-        halves: Whether all sines come first, then all cosines; else they alternate.
-        backwards: Whether the distance is counted from the query to the key.
-        table: The argument that holds vectors in the place of sinusoids; "" for none.
-        of_pairs: Whether it holds one for each query and key, (q, k, features); else one for each distance.
-        bias: The places of what the projection adds, (h, d); None for nothing.
-    """
-
-    query: Projection  # whose bias is that of its projection, and whose second one is what these have alone
-    weight: Tensor
-    factor: float = 1.0
-    halves: bool = False
-    backwards: bool = False
-    table: str = ""
-    of_pairs: bool = False
-    bias: Tensor | None = None
+    query: Projection  # of those that meet the vectors; the second bias is what these have alone
+    weight: Tensor  # the places of the projection of the vectors, (h, d, features)
+    table: str  # the argument that holds the vectors
+    factor: float = 1.0  # what the products are multiplied by
+    backwards: bool = False  # whether the distance is counted from the query to the key
+    of_pairs: bool = False  # whether it holds one for each query and key, (q, k, features); else one for each distance
+    bias: Tensor | None = None  # the places of what the projection adds, (h, d); None for nothing
 
     def __call__(self, values: Values, key_len: int) -> Tensor:
         """Give what is added, (b, h, q, k)."""
@@ -51,16 +38,9 @@ class Relative:
         return self.factor * torch.einsum("bhqd,qkhd->bhqk", query, vectors)
 
     def positions(self, values: Values, queries: int, keys: int) -> Tensor:
-        """Give the sinusoids of all distances, or what is handed over in their place, (q, k, features)."""
-        apart = torch.arange(queries)[:, None] - torch.arange(keys)
-        if self.table:
-            given = values.given[self.table]
-            return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
-        width = self.weight.size(-1)
-        steps = BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = (-apart if self.backwards else apart)[..., None] * steps
-        both = angles.sin(), angles.cos()
-        return torch.cat(both, -1) if self.halves else torch.stack(both, -1).flatten(-2)
+        """Give the vectors of all distances, (q, k, features)."""
+        apart, given = torch.arange(queries)[:, None] - torch.arange(keys), values.given[self.table]
+        return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
 
     def split(self, query: Projection) -> Projection:
         """Give the queries that meet keys with what only these have added as their second bias."""
@@ -79,17 +59,9 @@ class Relative:
 def read_relative(
     query: Projection, gradients: Gradients, values: Values, lengths: tuple[int, int], tables: Sequence[str]
 ) -> Relative | None:
-    """Read relative positions off the score of the second query and the first key in each head.
+    """Read relative positions off the score of the second query and the first key in each head; None for anything else.
 
-    Args:
-        query: As queries meet keys.
-        gradients: Of these scores, without those of what projects queries and keys.
-        values: Of the run.
-        lengths: How many queries and keys there are.
-        tables: The arguments that may hold a vector for each distance, or each pair.
-
-    Returns:
-        None where it is something else.
+    The gradients are without those of what projects queries and keys; the tables are arguments that may hold vectors.
     """
     matrices, vectors = _by_parameter(gradients, values.parameters, query.weight.shape[1])
     if query.bias is None or query.change != Change() or len(matrices) != 1:
@@ -98,20 +70,15 @@ def read_relative(
     for one in _with_other_biases(query, [places for places, _ in vectors], values.parameters):
         with torch.no_grad():
             met = one.projected(values)[0, :, 1]
-        for halves, backwards, table in itertools.product((False, True), (False, True), tables or ("",)):
-            found = Relative(one, weight, 1.0, halves, backwards, table, bool(table) and len(values.given[table]) > 1)
-            factor = _factor(numbers, met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0])
+        for backwards, table in itertools.product((False, True), tables):
+            found = Relative(one, weight, table, 1.0, backwards, len(values.given[table]) > 1)
+            wanted = met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0]
+            factor = factor_between(wanted, numbers, NEAR)
             if factor is not None:
                 usual = (x for x in (met.size(-1) ** -0.5, 1.0) if abs(factor / x - 1) < NEAR)
-                biases = [places for places, of_bias in vectors if _factor(of_bias, met) is not None]
+                biases = [places for places, of_bias in vectors if factor_between(met, of_bias, NEAR) is not None]
                 return replace(found, factor=next(usual, factor), bias=biases[0] if biases else None)
     return None
-
-
-def _factor(numbers: Tensor, wanted: Tensor) -> float | None:
-    """Find by how much numbers are those that are wanted; None where they are others."""
-    factor = float((wanted * numbers).sum() / wanted.square().sum())
-    return factor if torch.allclose(numbers, factor * wanted, rtol=0, atol=NEAR * float(numbers.abs().max())) else None
 
 
 def _by_parameter(
@@ -120,9 +87,7 @@ def _by_parameter(
     """Take apart what each head is made with: matrices, (h, d, features), and vectors, (h, d), with their gradients."""
     matrices, vectors = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for name in parameters.names_at(torch.cat([places for places, _ in gradients])):
-        start = parameters.start[name]
-        inside = [(x >= start) & (x < start + parameters.named[name].numel()) for x, _ in gradients]
-        every = [(x[kept], y[kept]) for (x, y), kept in zip(gradients, inside, strict=True)]
+        every = [(x[kept], y[kept]) for x, y in gradients for kept in [parameters.holds(name, x)]]
         if len({len(x) for x, _ in every}) > 1 or len(every[0][0]) % width:
             return [], []
         places, numbers = (torch.stack(one).view(len(every), width, -1) for one in zip(*every, strict=True))

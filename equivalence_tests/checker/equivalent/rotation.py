@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equivalence_tests.checker.equivalent.parameters import Parameters, snapped
+from equivalence_tests.checker.equivalent.expressions import NORMS
+from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between, snapped
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 
+HEAD_NORMS = {**NORMS, "normalize": lambda x, width, eps: F.normalize(x, dim=-1, eps=eps)}
 EPS = {
     "layer_norm": (1e-5, 1e-6, 1e-12),
     "rms_norm": (1e-5, 1e-6, 1e-8, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps),
@@ -22,44 +24,21 @@ LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
 SLOWEST = 1e-3  # a thousand tokens turn no pair by more than one radian: that says nothing of a position
 
 
-def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis.
-
-    Args:
-        kind: "layer_norm", "rms_norm" or "normalize".
-        x: (..., features).
-        eps: What keeps it from dividing by 0.
-    """
-    if kind == "layer_norm":
-        return F.layer_norm(x, x.shape[-1:], eps=eps)
-    if kind == "rms_norm":
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return F.normalize(x, dim=-1, eps=eps)
-
-
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm over the features of each head, with a gain and a bias that are learnt.
+    """A norm over the features of each head, with a gain and a bias that are learnt."""
 
-    Args:
-        kind: "layer_norm", "rms_norm" or "normalize".
-        eps: What keeps it from dividing by 0.
-        gain: The name of its gain; "" for none.
-        bias: The name of its bias; "" for none.
-        added: What is added to the gain: 1 where it is kept as a difference from 1.
-        whole: Whether it is over the features of all heads.
-    """
-
-    kind: str
-    eps: float
-    gain: str = ""
-    bias: str = ""
-    added: float = 0.0
-    whole: bool = False
+    kind: str  # in ``HEAD_NORMS``
+    eps: float  # what keeps it from dividing by 0
+    gain: str = ""  # the name of its gain; "" for none
+    bias: str = ""  # the name of its bias; "" for none
+    added: float = 0.0  # what is added to the gain: 1 where it is kept as a difference from 1
+    whole: bool = False  # whether it is over the features of all heads
 
     def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
         """Normalise heads, (b, h, l, d)."""
-        y = normalised(self.kind, x.transpose(1, 2).flatten(2) if self.whole else x, self.eps)
+        rows = x.transpose(1, 2).flatten(2) if self.whole else x
+        y = HEAD_NORMS[self.kind](rows, rows.size(-1), self.eps)
         y = y * (parameters.named[self.gain].reshape(-1) + self.added) if self.gain else y
         y = y + parameters.named[self.bias].reshape(-1) if self.bias else y
         return y.unflatten(-1, (x.size(1), -1)).transpose(1, 2) if self.whole else y
@@ -67,27 +46,16 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of pairs of features by an angle that grows with the position.
+    """A rotation of pairs of features by an angle that grows with the position."""
 
-    Args:
-        start: The first feature of the head that is rotated.
-        width: How many are.
-        apart: How far the two features of a pair are from one another.
-        steps: By how much each pair turns from one token to the next, (pairs,).
-        first: The position of the first token.
-        angles: The angles of each position, (positions, pairs), where they do not grow evenly; None where they do.
-        single: Whether its tables are kept in float32.
-        whole: Whether it is of the features of all heads side by side, before they are split.
-    """
-
-    start: int
-    width: int
-    apart: int
-    steps: Tensor
-    first: int = 0
-    angles: Tensor | None = None
-    single: bool = False
-    whole: bool = False
+    start: int  # the first feature of the head that is rotated
+    width: int  # how many are
+    apart: int  # how far the two features of a pair are from one another
+    steps: Tensor  # by how much each pair turns from one token to the next, (pairs,)
+    first: int = 0  # the position of the first token
+    angles: Tensor | None = None  # those of each position, (positions, pairs), where they do not grow evenly
+    single: bool = False  # whether its tables are kept in float32
+    whole: bool = False  # whether it is of the features of all heads side by side, before they are split
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate heads, (b, h, l, d)."""
@@ -166,17 +134,11 @@ def paired(x: Tensor, apart: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Met:
-    """Rows of heads as they meet in a product, and which rows of the projection they are.
+    """Rows of heads as they meet in a product, and which rows of the projection they are."""
 
-    Args:
-        rows: Each token's place among all of the projection, (n,).
-        heads: Each one's head, (n,).
-        numbers: Their features, (n, d).
-    """
-
-    rows: Tensor
-    heads: Tensor
-    numbers: Tensor
+    rows: Tensor  # each token's place among all of the projection, (n,)
+    heads: Tensor  # each one's head, (n,)
+    numbers: Tensor  # their features, (n, d)
 
     def of(self, x: Tensor) -> Tensor:
         """Take the same rows of heads, (b, h, l, d)."""
@@ -191,24 +153,12 @@ class Met:
 
 
 def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
-    """Find what turns projected heads into those that meet.
-
-    Args:
-        projected: Heads as they are projected, (b, h, l, d).
-        met: The same as they meet.
-        watched: The run.
-
-    Raises:
-        UnreadError: If it is no norm or rotation that is known.
-    """
+    """Find the norm or rotation that turns projected heads, (b, h, l, d), into those that meet."""
     if projected.size(-1) != met.numbers.size(-1):
         raise UnreadError("heads have another width where they meet than behind their projection")
-    found = []
-    for norm in (None, *_norms(projected, watched)):
-        if (one := _behind(norm, projected, met, watched)) is not None:
-            found.append(one)
-        if norm is None and found:
-            break
+    bare = _behind(None, projected, met, watched)
+    norms = _norms(projected, watched) if bare is None else ()
+    found = [one for one in (bare, *(_behind(x, projected, met, watched) for x in norms)) if one is not None]
     if not found:
         raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
     near = 10 * min(gap for gap, _ in found)  # of several that differ by rounding, the one without a number beside it
@@ -218,7 +168,7 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
 def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched) -> tuple[float, Change] | None:
     """Find what follows a norm, and how far that is from what meets; None if it is no number and no rotation."""
     x = met.of(projected if norm is None else norm(projected, watched.parameters))
-    rotation, factor = None, _factor(x, met.numbers, watched.tolerance)
+    rotation, factor = None, factor_between(x, met.numbers, watched.tolerance)
     if factor is None:
         positions = met.rows % projected.size(2)
         have = met.numbers
@@ -257,13 +207,6 @@ def _with_gains(plain: HeadNorm, width: int, watched: Watched) -> Iterator[HeadN
         for bias in vectors if plain.kind == "layer_norm" else ():
             if bias != gain:
                 yield replace(plain, gain=gain, bias=bias)
-
-
-def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:
-    """Give the number that turns one into the other; None if none does."""
-    factor = float((x * have).sum() / (x * x).sum())
-    close = torch.allclose(x * factor, have, rtol=0.0, atol=tolerance * float(have.abs().max()))
-    return snapped(factor, 1.0, tolerance) if close and factor != 0 else None
 
 
 def _rotation(x: Tensor, have: Tensor, positions: Tensor) -> tuple[Rotation, float] | None:

@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
 from equivalence_tests.checker.equivalent.proving import proven
@@ -30,38 +31,23 @@ MOST_TRIED, MOST_OPERATIONS = 40, 600
 
 @dataclass(frozen=True)
 class Rest:
-    """Torch's program of code without an expression.
-
-    Args:
-        written: The program.
-        computed: Gives its numbers for the inputs of a seed.
-        rounding: The greatest difference that is rounding.
-        doubt: Why the expression may be intended; "" where nothing says so.
-    """
+    """Torch's program of code without an expression."""
 
     written: Equivalent
-    computed: Callable[[int], Tensor]
-    rounding: float
-    doubt: str = ""
+    computed: Callable[[int], Tensor]  # gives its numbers for the inputs of a seed
+    rounding: float  # the greatest difference that is rounding
+    doubt: str = ""  # why the expression may be intended; "" where nothing says so
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched.
+    """What is searched."""
 
-    Args:
-        drawn: Gives a call with the inputs of a seed.
-        output: Finds what is compared in what comes back.
-        words: What an expression is no part of, and what the code is without it.
-        within: Whether attentions are parts of it: any expression may then stand behind one.
-        fixed: The ids of the modules whose expressions stay.
-    """
-
-    drawn: Callable[[int], Call]
-    output: Callable[[Any], Tensor]
-    words: tuple[str, str] = ("torch's attention", "torch's")
-    within: bool = False
-    fixed: Collection[int] = ()
+    drawn: Callable[[int], Call]  # gives a call with the inputs of a seed
+    output: Callable[[Any], Tensor]  # finds what is compared in what comes back
+    words: tuple[str, str] = ("torch's attention", "torch's")  # what it is no part of, and what the code is without it
+    within: bool = False  # whether attentions are parts of it: any expression may then stand behind one
+    fixed: Collection[int] = ()  # the ids of the modules whose expressions stay
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -69,15 +55,10 @@ class Search:
         return self.drawn(0).module
 
     def locate(self, report: Report, rest: Callable[[Repair], Rest | None], intended: Mapping[str, str]) -> bool:
-        """Look for an expression without which the code is torch's.
+        """Look for an expression without which the code is torch's, and say whether there is one.
 
-        Args:
-            report: Could not be checked; receives the finding with its proof, or the line in its reason.
-            rest: Reads the code without an expression; None where that is not torch's.
-            intended: What the user says is intended, by name, each with the reason.
-
-        Returns:
-            Whether there is one.
+        The report could not be checked; it receives the finding with its proof, or the line in its reason. The rest is
+        read without an expression; None where that is not torch's.
         """
         known: list[tuple[Repair, Rest, Proof, str]] = []
         for repair, watched in itertools.islice(self._repairs(known), MOST_TRIED):
@@ -85,7 +66,7 @@ class Search:
             proof = None if found is None else self._proof(repair, found)
             if found is not None and proof is not None:
                 doubt = intended.get(name_of(repair), "") or found.doubt
-                doubt = doubt or Doubt(watched, repair, self.module, self.within).said()
+                doubt = doubt or Doubt(watched, repair, Parameters.of(self.module).module, self.within).said()
                 known += [(repair, found, proof, doubt)] if doubt or not known else []
                 if doubt:  # of two ways to make it torch's, one may be intended
                     break
@@ -96,8 +77,7 @@ class Search:
     def _repairs(self, known: Sequence[tuple[Repair, Rest, Proof, str]]) -> Iterator[tuple[Repair, Without]]:
         """Give the expressions without which something else of the same shape comes back, with the run.
 
-        Args:
-            known: Those without which it is torch's; once there is one, only other operands of its last operation.
+        Once there is one without which it is torch's, only other operands of its last operation follow.
         """
         call, module = self.drawn(0), self.module
         held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
@@ -108,9 +88,8 @@ class Search:
             return
         ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
         for one in sorted(ours, key=lambda x: len(x.parts)) if self.within else ours:
-            if (not known or one.keeps_operand_of(known[0][0].operation)) and ABOVE_ROUNDING < _apart(
-                before, self._gives(call, one)
-            ) < math.inf:
+            follows = not known or one.keeps_operand_of(known[0][0].operation)
+            if follows and ABOVE_ROUNDING < _apart(before, self._gives(call, one)) < math.inf:
                 yield one, watched
 
     def _gives(self, call: Call, repair: Repair | None = None) -> Tensor | None:
@@ -123,10 +102,7 @@ class Search:
     ) -> list[Proof | None]:
         """Show for each of some repairs that it is needed, and that with all the code is torch's.
 
-        Args:
-            repairs: Each with something that is put right.
-            rest: Reads the code with all of it put right; None where that is not torch's.
-            known: The sub-modules that may be left out: what else has parameters of its own may be intended.
+        The sub-modules that are known may be left out: what else has parameters of its own may be intended.
         """
         every = together(repairs)
         found = ask(partial(rest, every)).value
@@ -185,13 +161,7 @@ def look_closer(report: Report, locate: Callable[[Report], None]) -> None:
 def rest_of_module(
     search: Search, read: Callable[[], Equivalent | None], weights: tuple[str, ...] = ()
 ) -> Callable[[Repair], Rest | None]:
-    """Give what reads a module without an expression.
-
-    Args:
-        search: Calls the module.
-        read: Gives torch's program of the module as it is then; None where there is none.
-        weights: The arguments of a function that are its weights.
-    """
+    """Give what reads a module without an expression; the arguments that are weights of a function are named."""
     module = search.module
     assert module is not None  # a function of a part is made one
 
@@ -204,7 +174,7 @@ def rest_of_module(
 
     def computed(found: Equivalent, seed: int) -> Tensor:
         computes = WrittenPart(found, weights).on(search.drawn(seed), search.output)
-        return computes({}, module, Parameters.of(module), None)
+        return computes(Values({}, Parameters.of(module)), None)
 
     return rest
 

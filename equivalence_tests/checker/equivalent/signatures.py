@@ -50,36 +50,24 @@ HIDES = {**HIDES, "lengths": "torch.arange({keys}, device={name}.device) >= {0}"
 
 @dataclass(frozen=True)
 class Signature:
-    """How the code that was checked is called.
-
-    Args:
-        target: What it is called.
-        arguments: The arguments that hold tokens: the name in a call, and the name in its signature.
-        layout: How they are laid out.
-        mask: The name of its mask; "" for none.
-        form: How that is understood; None where it is not known.
-        merged: Whether heads that are handed over come back side by side.
-        tables: The arguments that hold relative positions.
-        steps: The arguments that are one time step, and how they are laid out.
-        returned: How the output is laid out.
-    """
+    """How the code that was checked is called."""
 
     target: str
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[tuple[str, str], ...]  # those that hold tokens: the names in a call, and in its signature
     layout: str = "b l e"
-    mask: str = ""
-    form: MaskForm | None = None
-    merged: bool = True
-    tables: tuple[str, ...] = ()
-    steps: Mapping[str, str] = field(default_factory=dict)
+    mask: str = ""  # the name of its mask; "" for none
+    form: MaskForm | None = None  # how that is understood; None where it is not known
+    merged: bool = True  # whether heads that are handed over come back side by side
+    tables: tuple[str, ...] = ()  # the arguments that hold relative positions
+    steps: Mapping[str, str] = field(default_factory=dict)  # those that are one time step, and how they are laid out
     returned: str = "b l e"
 
-    def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
-        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look.
+    def inward(self, name: str) -> str:
+        """Write what lays an argument out as (batch, tokens, features)."""
+        return LAYOUTS[self.steps.get(name, self.layout)][0]
 
-        Raises:
-            UnreadError: If it has another form than can be written.
-        """
+    def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
+        """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""
         if self.form is None or self.form.shape not in MASK_SHAPES or self.form.held:
             raise UnreadError(f"a mask of the form {self.form} cannot be written down")
         mask = self.mask + MASK_SHAPES[self.form.shape].format(heads=heads)

@@ -39,17 +39,11 @@ RESIDUAL = "a residual connection"
 
 @dataclass(frozen=True)
 class Step:
-    """Something in the program that torch's formula does not have.
-
-    Args:
-        words: What it does.
-        evidence: What says that it is intended; "" if nothing does.
-        stage: Where it stands, as in a finding.
-    """
+    """Something in the program that torch's formula does not have."""
 
     words: str
-    evidence: str
-    stage: str
+    evidence: str  # what says that it is intended; "" if nothing does
+    stage: str  # where it stands, as in a finding
 
     @property
     def name(self) -> str:
@@ -79,10 +73,7 @@ def names_a_step(name: str) -> bool:
 def evidence_of(steps: Sequence[Step], intended: Sequence[Finding], projections: set[str]) -> dict[Step, str]:
     """Give the evidence that each step is intended; "" where there is none.
 
-    Args:
-        steps: The steps.
-        intended: The deviations that are known to be intended.
-        projections: The parameters of its projections: a finding that names one of them is no evidence.
+    A finding that names a parameter of the projections is none.
     """
     usable = [one for one in intended if not any(name in one.reason for name in projections)]
     found = {}

@@ -1,16 +1,14 @@
 """Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
-import inspect
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.caches import exercised_cache
@@ -55,7 +53,6 @@ from equivalence_tests.checker.equivalent.holding import accuse, compare_output,
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
-from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import made_up_for
@@ -63,8 +60,8 @@ from equivalence_tests.checker.reach.construction import asks_for_groups
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import ATTENDS, MOST_FAILED, Errors, other_masks
-from equivalence_tests.checker.reach.proposing import other_options, parameters_of, used_as
-from equivalence_tests.checker.reach.state import ask, attempt, default_dtype, prepare
+from equivalence_tests.checker.reach.proposing import parameters_of, used_as
+from equivalence_tests.checker.reach.state import attempt, default_dtype, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tried import TRIED, furthest_first
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -81,8 +78,7 @@ def examine_attention(
 ) -> Report:
     """Check an attention that has been imported already; the caller preserves the global state.
 
-    Returns:
-        The report on the first sizes at which it could be read; no others are tried for a kinder verdict.
+    The report is on the first sizes at which it could be read; no others are tried for a kinder verdict.
 
     Raises:
         CannotCheckError: If it cannot be built, or called as an attention.
@@ -104,10 +100,7 @@ def examine_attention(
         if len(unread) == MOST_SIZES:
             break
     if not unread:
-        other = _with_another_option(found, name, adapter or Adapter(), progress)
-        if other is None:
-            raise CannotCheckError(_cannot_call(errors))
-        return other
+        raise CannotCheckError(_cannot_call(errors))
     return unread[0]
 
 
@@ -135,24 +128,6 @@ def _weighing(subject: Subject) -> Report | None:
     if report.equivalent is not None:
         report.equivalent = replace(report.equivalent, source="", unwritten=ALONE)
     return report
-
-
-def _with_another_option(found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report | None:
-    """Check a class with an option that sets the variable that nothing sets by default; None where none does."""
-    options = other_options(found) if CRASHES.unset and inspect.isclass(found) else ()
-    for option, value in options:
-        crash = CRASHES.unset.get(option)
-        given = partial(found, **{option: value})
-        if crash is None or not isinstance(value, bool):
-            continue
-        report = ask(partial(examine_attention, given, name, adapter, progress)).value
-        if report is not None:
-            facts = {"said": crash.said, "change": f"Set this variable where {option} is {not value}, too."}
-            evidence = f"With {option}={not value}, its default, every call ends here; with {option}={value} calls run."
-            report.findings.append(found_mistake("line_raises", facts, stack=crash.stack, evidence=evidence))
-            report.verdict, report.reason = "deviates", ""
-            return report
-    return None
 
 
 def _watched(subject: Subject, errors: Errors) -> Report | None:
@@ -185,11 +160,7 @@ def _cannot_call(errors: Errors) -> str:
 
 
 def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report | None:
-    """Check one built class or function.
-
-    Returns:
-        The report; None if it cannot be called as an attention.
-    """
+    """Check one built class or function; None if it cannot be called as an attention."""
     started = time.process_time()
     errors = Errors() if errors is None else errors
     trials = trials_for(subject, errors)
@@ -201,12 +172,10 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         (errors if frames_of(error) else errors.own).append(f"{said(error)}{raised_at(error)}")
         return None
     scales = _callers_scales(situation)
-    if scales and not _is_scaled_as_torch(situation, scales):
-        other = _scaled_as_torch(situation, scales)
-        if other is not None:
-            return diagnose_subject(replace(subject, function=other), errors)
-        scales = {}
-    report = _judged(situation, scales)
+    other = _scaled_as_torch(situation, scales) if scales else subject.function
+    if other is not None and other is not subject.function:
+        return diagnose_subject(replace(subject, function=other), errors)
+    report = _judged(situation, {} if other is None else scales)
     made_up = [*made_up_for(subject.function)]
     report.coverage += made_up
     report.verdict = "partial" if report.verdict == "equal" and made_up else report.verdict
@@ -217,18 +186,13 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     return report
 
 
-def _is_scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> bool:
-    """Whether a module was built with the numbers that give the scale of torch's formula."""
-    made = TRIED.construction_of(situation.subject.function)
-    width = situation.subject.sizes.head_dim
-    return made is not None and all(made.kwargs[name] == width**power for name, power in scales.items())
-
-
-def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> nn.Module | None:
-    """Build the module anew with the scale of torch's formula, where its caller chooses that; None where that fails."""
+def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> Callable[..., Any] | None:
+    """Give the module with the scale of torch's formula, where its caller chooses that; None where that fails."""
     subject = situation.subject
     made = TRIED.construction_of(subject.function)
     wanted = {name: subject.sizes.head_dim**power for name, power in scales.items()}
+    if made is not None and wanted.items() <= made.kwargs.items():
+        return subject.function
     other = None if made is None else built_alike(made.function, subject, **wanted)
     return None if other is None else prepare(other, subject.dtype)
 
@@ -306,30 +270,22 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
 def _callers_scales(situation: Situation) -> dict[str, float]:
     """Name the numbers that the module was built with and scales its scores by, as only a caller knows them.
 
-    Returns:
-        For each name the power of the width of a head that it has in torch's formula: 0.5 for what divides.
+    Each has a power of the width of a head in torch's formula: 0.5 for what divides.
     """
-    subject, factors = situation.subject, _factors(situation.found.judgements)
+    subject = situation.subject
+    read = ((j.models[0], j.first_operands) for j in situation.found.judgements if j.models and j.operands)
+    factors = [model.factor * operands[0].factor * operands[1].factor for model, operands in read]
     made = TRIED.construction_of(subject.function) if subject.built else None
     if made is None or not factors:
         return {}
     known = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(made.function) if p.default is p.empty}
     free = [name for name, value in known.items() if value is None or isinstance(value, bool)]
     given = [(name, made.kwargs[name]) for name in free if not used_as(made.function).get(name)]
+    numbers = [(name, x) for name, x in given if type(x) in (int, float) and x > 0]
     beside = subject.sizes.head_dim**-0.5  # torch's own scale, which a further number multiplies
-    ways = [(name, power, x ** (-2 * power)) for name, x in given if _is_number(x) for power in (-0.5, 0.5)]
-    ways += [(name, 0.0, x * beside) for name, x in given if _is_number(x)]
+    ways = [(name, power, x ** (-2 * power)) for name, x in numbers for power in (-0.5, 0.5)]
+    ways += [(name, 0.0, x * beside) for name, x in numbers]
     return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0
-
-
-def _factors(judgements: Sequence[Judgement]) -> list[float]:
-    """What each attention multiplies the product of queries and keys by, as far as that is known."""
-    read = [(j.models[0], j.first_operands) for j in judgements if j.models and j.operands]
-    return [model.factor * operands[0].factor * operands[1].factor for model, operands in read]
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:

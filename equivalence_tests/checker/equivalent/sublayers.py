@@ -13,46 +13,41 @@ from torch import nn
 from equivalence_tests.checker.engine.meaning import SET_TRANSFORMER
 from equivalence_tests.checker.equivalent.expressions import (
     NORMS,
-    Attended,
     Called,
     Expression,
     Learnt,
     Made,
     Mapped,
     all_of,
+    attends,
     inner_of,
+    is_sum,
     terms_of,
 )
 
 
-def adds_its_queries(module: nn.Module | None) -> str:
+def adds_its_queries(module: nn.Module) -> str:
     """Say that an attention is one of the Set Transformer's, which adds the projected queries; "" if it is none."""
-    names = [type(one).__name__ for one in module.modules()] if module is not None else []
+    names = (type(one).__name__ for one in module.modules())
     named = next(filter(SET_TRANSFORMER.search, names), "")
     return f"{named} is a block of the Set Transformer, which adds the projected queries" if named else ""
 
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Compares what stands behind an attention with a Transformer's layer.
+    """Compares what stands behind an attention with a Transformer's layer."""
 
-    Args:
-        around: What is made of what attends.
-        tokens: What the queries are projected from.
-        module: The user's, whose sub-modules are called.
-    """
-
-    around: Expression
-    tokens: Expression
-    module: nn.Module | None
+    around: Expression  # what is made of what attends
+    tokens: Expression  # what the queries are projected from
+    module: nn.Module  # the user's, whose sub-modules are called
     asks: frozenset[str] = frozenset()  # the parameters that project the queries
 
     @property
     def branches(self) -> list[Expression]:
         """What matrices make of the stream behind the attention: feed-forwards."""
-        sums = [[*terms_of(one)] for one in all_of(self.around) if _is_sum(one)]
-        held = [x for terms in sums for x in terms if any(y in all_of(x) and y != x for y in terms if _attends(y))]
-        whole = [x for x in terms_of(self._bare(self.around)) if any(_is_sum(y) and _attends(y) for y in all_of(x))]
+        sums = [[*terms_of(one)] for one in all_of(self.around) if is_sum(one)]
+        held = [x for terms in sums for x in terms if any(y in all_of(x) and y != x for y in terms if attends(y))]
+        whole = [x for x in terms_of(self._bare(self.around)) if any(is_sum(y) and attends(y) for y in all_of(x))]
         return [x for x in dict.fromkeys([*held, *whole]) if self._is_branch(x)]
 
     def unlike(self) -> str:
@@ -67,7 +62,7 @@ class Sublayers:
             return f"{' and '.join(map(self._name, branches))} are no feed-forward behind the attention"
         if not stream:
             return f"{name} has no residual connection"
-        if not any(map(_attends, stream)) or not any({*terms_of(x)} == {*stream} for x in all_of(branch)):
+        if not any(map(attends, stream)) or not any({*terms_of(x)} == {*stream} for x in all_of(branch)):
             return f"{name} is added to something other than what it takes"
         return self._of_attention(stream) or self._without_activation(branch)
 
@@ -76,7 +71,7 @@ class Sublayers:
         pre_norm = self._bare(self.tokens) != self.tokens
         behind = len(stream) == 1 and self._bare(stream[0]) != stream[0]
         terms = list(terms_of(self._bare(stream[0]))) if behind else stream
-        added = [x for x in terms if not _attends(x)]
+        added = [x for x in terms if not attends(x)]
         if not added:
             return "the attention has no residual connection"
         if adds_its_queries(self.module) and [*map(self.projects_queries, added)] == [True]:
@@ -108,18 +103,15 @@ class Sublayers:
     def _is_norm(self, one: Called | Made) -> bool:
         if isinstance(one, Made):
             return one.name in NORMS
-        assert self.module is not None  # it has sub-modules
         return is_norm(self.module.get_submodule(one.path))
 
     def _is_linear(self, one: Called) -> bool:
-        assert self.module is not None  # it has sub-modules
         return isinstance(self.module.get_submodule(one.path), nn.Linear)
 
     def _is_branch(self, one: Expression) -> bool:
         """Whether it is made by matrices."""
-        return any(
-            isinstance(x, Mapped) or (isinstance(x, Called) and not self._is_norm(x)) for x in _outside_of_sums(one)
-        )
+        made = (x for x in _outside_of_sums(one) if isinstance(x, Called | Mapped))
+        return any(isinstance(x, Mapped) or not self._is_norm(x) for x in made)
 
     def _name(self, branch: Expression) -> str:
         called = (x for x in _outside_of_sums(branch) if isinstance(x, Called | Mapped))
@@ -132,17 +124,9 @@ def is_norm(module: nn.Module) -> bool:
     return bool(learnt) and all(sum(n > 1 for n in x.shape) <= 1 for x in learnt)  # of images too: (1, features, 1, 1)
 
 
-def _is_sum(one: Expression) -> bool:
-    return isinstance(one, Made) and one.name == "sum"
-
-
-def _attends(one: Expression) -> bool:
-    return any(isinstance(x, Attended) for x in all_of(one))
-
-
 def _outside_of_sums(one: Expression) -> Iterator[Expression]:
     """List an expression and what it is made of, but for sums and what these are made of."""
-    if not _is_sum(one) and not isinstance(one, Learnt):
+    if not is_sum(one) and not isinstance(one, Learnt):
         yield one
         for inner in inner_of(one):
             yield from _outside_of_sums(inner)

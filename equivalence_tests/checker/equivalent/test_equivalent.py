@@ -362,7 +362,7 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
 
 def test_a_product_with_an_argument_is_a_step_that_nothing_says_is_intended() -> None:
     gated = Made("product", (Attended(), Given("x")))
-    assert [step.evidence for step in Evidence(None, Parameters({})).steps(gated, "output")] == [""]
+    assert [step.evidence for step in Evidence(Parameters({})).steps(gated, "output")] == [""]
 
 
 def test_a_difference_is_stated_where_no_line_explains_it() -> None:
@@ -697,7 +697,7 @@ def test_rows_of_parameters_are_written_as_python(shape: tuple[int, ...], places
     ],
 )
 def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:
-    bias = Bias(visible)(torch.zeros(1, 1, 2, 4), 3, Values({}, None, Parameters({})))
+    bias = Bias(visible)(torch.zeros(1, 1, 2, 4), 3, Values({}, Parameters({})))
     assert bias is not None
     assert (~bias[0].isinf()).int().tolist() == seen
 

@@ -32,13 +32,9 @@ SIGNS = {"invert": "~", "neg": "-", "negative": "-"}
 
 @dataclass(frozen=True, eq=False)
 class Code(NDArrayOperatorsMixin):
-    """Stands for a tensor, and writes down what is made of it.
+    """Stands for a tensor, and writes down what is made of it."""
 
-    Args:
-        expression: What it is, as Python.
-    """
-
-    expression: str
+    expression: str  # what it is, as Python
 
     def made(self, expression: str) -> Self:
         """Give what is made of it."""
@@ -62,16 +58,7 @@ class Code(NDArrayOperatorsMixin):
 
 
 def call_text(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Write a call of one of torch's functions: as an operator, a method, an attribute or a function.
-
-    Args:
-        function: The function.
-        name: What it does, as the engine or numpy has it.
-        args: What it is given; tensors as ``Code``.
-        kwargs: By name.
-
-    Raises:
-        UnreadError: If it cannot be written down.
+    """Write a call of one of torch's functions, which the engine or numpy calls so: as an operator, a method and so on.
 
     >>> x = Code("x")
     >>> str(-(x + 1) ** 2), str((x @ x.mT)[..., :3].relu())
@@ -103,9 +90,6 @@ def arguments_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def text(x: Any) -> str:
     """Write an argument, nested as it may be.
-
-    Raises:
-        UnreadError: If it cannot be written down.
 
     >>> print(text((slice(None, Code("n")), ..., [True, float("inf")], {"width": 3})))
     (:n, ..., [True, float("inf")], {'width': 3})

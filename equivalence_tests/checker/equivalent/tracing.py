@@ -21,6 +21,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Made,
     Mapped,
     all_of,
+    attends,
     own_norm,
 )
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -37,27 +38,14 @@ MOST = 64  # steps, after which it is given up
 
 @dataclass(eq=False)
 class Tracer:
-    """Follows tensors of one run.
-
-    Args:
-        watched: The run.
-        attended: Whether a tensor is what the attention gives, behind its projection.
-    """
+    """Follows tensors of one run."""
 
     watched: Watched
-    attended: Callable[[Tensor, Operation], bool] = lambda tensor, operation: False
+    attended: Callable[[Tensor, Operation], bool] = lambda *_: False  # whether it is what the attention gives
     steps: int = 0
 
     def read(self, tensor: Tensor, before: int) -> Expression:
-        """Say what a tensor is made of.
-
-        Args:
-            tensor: Of the run with gradients.
-            before: The operation that takes it.
-
-        Raises:
-            UnreadError: If it is made in a way that is not known.
-        """
+        """Say what a tensor of the run with gradients is made of, before an operation takes it."""
         self.steps += 1
         if self.steps > MOST:
             raise UnreadError("what stands around the attention is too long to be read")
@@ -74,18 +62,15 @@ class Tracer:
 
     def _given(self, tensor: Tensor) -> Expression:
         name = self.watched.arguments.get(id(tensor), "")
-        if name not in self.watched.given:
+        if name not in self.watched.values.given:
             raise UnreadError("a tensor takes part that is neither an argument nor a parameter")
         return Given(name)
 
     def _called(self, call: ModuleCall) -> Expression:
-        assert self.watched.call.module is not None  # it has sub-modules
-        module = self.watched.call.module.get_submodule(call.path)
+        module = self.watched.parameters.module.get_submodule(call.path)
         data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
         if not data:
             raise UnreadError(f"{call.path} makes something of no tokens")
-        if next(module.parameters(), None) is None and identical(data[0], call.outputs[0]):
-            return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
         given = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
         found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)
@@ -95,7 +80,7 @@ class Tracer:
 
     def _is_transposed(self, tensor: Tensor, inner: Expression, module: nn.Module) -> bool:
         """Whether a module is given (batch, features, tokens); behind the attention, a convolution of an image is."""
-        if any(isinstance(one, Attended) for one in all_of(inner)):
+        if attends(inner):
             return tensor.dim() == 4 and any(isinstance(x, nn.modules.conv._ConvNd) for x in module.modules())
         if tensor.dim() < 3:
             return False
@@ -205,7 +190,7 @@ class Tracer:
         if not name or inputs[0].dim() < 2 or tensor.dim() != inputs[0].dim():
             return None
         first = inputs[0][..., : tensor.size(-2), :]
-        tokens = next(iter(self.watched.given.values())).size(1)
+        tokens = self.watched.values.size(1)
         return Learnt(name, rows=True) if tokens == tensor.size(-2) and identical(first, tensor) else None
 
     def _spread(self, x: Tensor, over: Tensor, before: int) -> Expression:
@@ -216,7 +201,7 @@ class Tracer:
 
     def _cut(self, tensor: Tensor, whole: Expression) -> Expression | None:
         """Some tokens or features, which their numbers tell."""
-        if any(isinstance(one, Attended) for one in all_of(whole)):
+        if attends(whole):
             return None
         with torch.no_grad():
             x, wanted = whole(self.watched.values), tensor.detach().double()

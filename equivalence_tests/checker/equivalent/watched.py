@@ -25,43 +25,33 @@ LOW = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Layout:
-    """How the arguments and what comes back are laid out.
+    """How the arguments and what comes back are laid out."""
 
-    Args:
-        inward: From an argument to (batch, tokens, features).
-        outward: From the output to the same.
-        output: Finds the output in what came back.
-        tables: The arguments that hold relative positions.
-        steps: The same as ``inward`` for each argument that is one time step.
-    """
-
-    inward: Callable[[Tensor], Tensor]
-    outward: Callable[[Tensor], Tensor]
-    output: Callable[[Any], Tensor]
-    tables: tuple[str, ...] = ()
-    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    inward: Callable[[Tensor], Tensor]  # from an argument to (batch, tokens, features)
+    outward: Callable[[Tensor], Tensor]  # from the output to the same
+    output: Callable[[Any], Tensor]  # finds the output in what came back
+    tables: tuple[str, ...] = ()  # the arguments that hold relative positions
+    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # inward, where it is one time step
 
     @classmethod
     def of(cls, trial: Trial) -> Self:
         """Say how a trial lays out its arguments and its output."""
         plan = trial.plan
-        inward, outward, step = (
-            partial(from_layout, layout=layout) for layout in (plan.layout, plan.output_layout, plan.step)
-        )
+        layouts = (plan.layout, plan.output_layout, plan.step)
+        inward, outward, step = (partial(from_layout, layout=layout) for layout in layouts)
         tables = tuple(name for name, role in plan.roles if role in TABLES)
         steps = dict.fromkeys(plan.steps, step)
         return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)
 
-    def given(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
-        """Give the tokens among the arguments of a call by name, each as (batch, tokens, features), and its tables.
+    def values(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> Values:
+        """Give the tokens among the arguments of a call, each as (batch, tokens, features), its tables and parameters.
 
-        Args:
-            call: The call.
-            instead: What stands in the place of some of its tensors, by their ids.
+        Some of its tensors have others in their place, by their ids.
         """
         stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
         tokens = {name: self.steps.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
-        return tokens | {name: x.detach().double() for name, x in call.tensors if name in self.tables}
+        tables = {name: x.detach().double() for name, x in call.tensors if name in self.tables}
+        return Values(tokens | tables, Parameters.of(call.module))
 
 
 @dataclass(eq=False)
@@ -70,22 +60,16 @@ class Watched:
 
     What goes into the projections, and what the values are averaged to, is cut off there from what made it, so that
     a gradient says what one projection does.
-
-    Args:
-        found: What the engine saw.
-        layout: Of its arguments and its output.
-        operations: Those of the second run, by the same numbers.
-        returned: What the second run gave.
     """
 
     found: Examination
     layout: Layout
     recorder: Recorder = field(init=False)
-    returned: Any = field(init=False)
+    returned: Any = field(init=False)  # what the second run gave
     tolerance: float = field(init=False)  # what differs by less, relative to the largest value, is rounding
 
     def __post_init__(self) -> None:
-        cuts = {operation.index: _cut for operation in self._cut_off() if operation is not None}
+        cuts = dict.fromkeys(self._cut_off(), lambda recorder, operation: operation.outputs[0].value)
         run = self.call.run(cuts, read=False, gradients=True)
         self.recorder, self.returned = run.recorder, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
@@ -108,19 +92,14 @@ class Watched:
         return self.recorder.operations
 
     @cached_property
-    def parameters(self) -> Parameters:
-        """Those of the module; of a function the matrices that it is given."""
-        return Parameters.of(self.call.module)
-
-    @cached_property
-    def given(self) -> dict[str, Tensor]:
-        """The data among the arguments, each as (batch, tokens, features)."""
-        return self.layout.given(self.call)
-
-    @cached_property
     def values(self) -> Values:
         """What its expressions are computed from."""
-        return Values(self.given, self.call.module, self.parameters)
+        return self.layout.values(self.call)
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those of the module."""
+        return self.values.parameters
 
     @cached_property
     def arguments(self) -> Mapping[int, str]:
@@ -144,8 +123,7 @@ class Watched:
     def taken_by(self, source: Source) -> tuple[Tensor, Operation] | None:
         """Give the tokens that a projection takes, and the operation that ends it, by adding a bias where it does.
 
-        Returns:
-            None for what is an argument itself.
+        None for what is an argument itself.
         """
         begun = self._begun(source)
         if begun is None or source.operation is None:
@@ -186,8 +164,7 @@ class Watched:
     def positions(self, tensor: Tensor, made_by: Operation) -> Tensor | None:
         """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.
 
-        Returns:
-            None where the names do not say it.
+        None where the names do not say it.
         """
         place = [slot.tensor is tensor for slot in made_by.outputs].index(True)
         codes = self.found.run.names.after[made_by.index][place]
@@ -199,8 +176,8 @@ class Watched:
             return None
         return place_of(codes.reshape(-1)).argsort(stable=True).view(len(tokens), -1)
 
-    def _cut_off(self) -> list[Operation | None]:
-        """What gives the tokens that are projected, and the averaged values."""
+    def _cut_off(self) -> list[int]:
+        """The numbers of what gives the tokens that are projected, and the averaged values."""
         attention = self.judgement.attention
         run = self.found.run
         ends = [context.operation for part in attention.parts for context in part.contexts]
@@ -213,16 +190,12 @@ class Watched:
                 before = run.names.before[begun.index]
                 taken = [x for x, codes in zip(begun.inputs, before, strict=True) if codes is not None]
                 cut += [run.graph.maker(slot, begun.index) for slot in taken[:1]]
-        return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
+        return [op.index for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
 
 
 def are_single(operations: Iterable[Operation]) -> bool:
     """Whether any of some operations gives numbers of less than double precision."""
     return any(x.value.dtype in LOW for operation in operations for x in operation.outputs)
-
-
-def _cut(recorder: Recorder, operation: Operation) -> Tensor:
-    return operation.outputs[0].value
 
 
 def places_in(codes: Tensor) -> dict[int, int]:

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.blocks import Block, blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.texts import Code, bracketed, call_text, outside_of_brackets, without_defaults
@@ -51,16 +52,10 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Text(Code):
-    """Stands for a tensor in a formula of a part.
-
-    Args:
-        expression: What it is, as Python.
-        writer: Writes the part down.
-        chain: The modules that make it of the input, one after the other; None where they are no chain.
-    """
+    """Stands for a tensor in a formula of a part."""
 
     writer: "Writer"
-    chain: tuple[str, ...] | None = None
+    chain: tuple[str, ...] | None = None  # the modules that make it of the input, one after the other
 
     def made(self, expression: str, chain: tuple[str, ...] | None = None) -> Self:
         """Give what is made of it."""
@@ -70,34 +65,22 @@ class Text(Code):
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> "Text":
         """Write down a call of one of torch's functions."""
         name, given = function.__name__, without_defaults(function, kwargs or {})
-        first = next(x for x in (*args, *_inside(args)) if isinstance(x, Text))
+        first = next(x for x in tree_leaves(args) if isinstance(x, Text))
         options = ", ".join(f"{key}={value!r}" for key, value in given.items())
         known = first.chain is not None and name in ACTIVATIONS and len(args) == 1
         chain = (*(first.chain or ()), f"nn.{ACTIVATIONS[name]}({options})") if known else None
         return first.made(call_text(function, name, args, given), chain)
 
 
-def _inside(args: Any) -> Iterator[Any]:
-    return (x for one in args if isinstance(one, tuple | list) for x in one)
-
-
 @dataclass
 class Writer:
-    """Writes one program.
+    """Writes one program."""
 
-    Args:
-        target: What the code that was checked is called.
-        parameters: Of the user's module, or what a function is given as its weights.
-        module: The user's module.
-        signature: The arguments of the equivalent, as Python.
-        is_function: Whether a function is written, whose weights are arguments.
-    """
-
-    target: str
-    parameters: Parameters
+    target: str  # what the code that was checked is called
+    parameters: Parameters  # of the user's module, or what a function is given as its weights
     module: nn.Module
-    signature: str = "x: Tensor"
-    is_function: bool = False
+    signature: str = "x: Tensor"  # the arguments of the equivalent, as Python
+    is_function: bool = False  # whether a function is written, whose weights are arguments
     sentence: str = "The same in torch."
     sizes: str = ""  # for which it is written
     torchs: str = ""  # the module of torch that is the whole
@@ -115,7 +98,8 @@ class Writer:
     @property
     def argument(self) -> str:
         """The first argument."""
-        return _names(self.signature)[0]
+        found = re.match(r"\w+(?=:)", self.signature)
+        return found[0] if found else "x"
 
     def equivalent(self, source: str, theirs: str) -> Equivalent:
         """Give what was written, before it is compared."""
@@ -139,7 +123,7 @@ class Writer:
 
     def given(self, places: Tensor) -> Text:
         """Give a weight of a function, made of its arguments."""
-        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", self.read(places)), self)
+        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", joined(self._blocks(places), "theirs")), self)
 
     def number(self, value: float) -> str:
         """Give a number, by the name of the argument that it is the default of."""
@@ -147,14 +131,7 @@ class Writer:
         return found[1] if found else repr(value)
 
     def projected(self, x: Text, name: str, weight: Tensor, bias: Tensor | None) -> Text:
-        """Apply a linear layer.
-
-        Args:
-            x: What it is applied to.
-            name: What to call it.
-            weight: (out, in); its values say which parameter elements they are.
-            bias: (out,); None for none.
-        """
+        """Apply a linear layer, (out, in) and (out,); their values say which parameter elements they are."""
         try:
             places = self.places_of(weight)
         except UnreadError:
@@ -188,11 +165,7 @@ class Writer:
         raise UnreadError("what multiplies its features is made of parameters, and is none itself")
 
     def places_of(self, values: Tensor) -> Tensor:
-        """Find which parameter elements some numbers are.
-
-        Raises:
-            UnreadError: If they are none.
-        """
+        """Find which parameter elements some numbers are."""
         every = self.parameters.end_to_end().detach()
         ordered = every.sort()
         places = torch.searchsorted(ordered.values, values.detach().double().contiguous()).clamp_max(len(every) - 1)
@@ -203,29 +176,20 @@ class Writer:
 
     def vector(self, name: str, path: str, plus_one: bool = False) -> None:
         """Make a weight of the equivalent of a parameter, or of 1 + it."""
-        places = torch.arange(self.parameters.named[path].numel()) + self.parameters.start[path]
-        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{self.read(places)},')
-        self.give_back(places, f'ours["{name}"]{" - 1" if plus_one else ""}')
+        self.convert(name, self.parameters.places(path).flatten(), plus_one)
 
-    def convert(self, name: str, places: Tensor) -> None:
-        """Say which parameter elements a weight of the equivalent is."""
-        self.taken.append(f'"{name}": {self.read(places)},')
-        self.give_back(places, f'ours["{name}"]')
+    def convert(self, name: str, places: Tensor, plus_one: bool = False) -> None:
+        """Say which parameter elements a weight of the equivalent is, or which 1 is added to."""
+        blocks = self._blocks(places)
+        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{joined(blocks, "theirs")},')
+        self.returned += written_back(blocks, "theirs", f'ours["{name}"]{" - 1" if plus_one else ""}')
 
-    def read(self, places: Tensor) -> str:
-        """Write the expression that takes parameter elements out of the user's state_dict; 0 where there is none.
-
-        Raises:
-            UnreadError: If they lie in no order that can be written.
-        """
+    def _blocks(self, places: Tensor) -> list[Block]:
+        """Find the parts of the user's parameters that elements are; zeros where there is none."""
         blocks = blocks_of(places, self.parameters)
         if blocks is None:
             raise UnreadError("the weights lie in an order that cannot be written down")
-        return joined(blocks, "theirs")
-
-    def give_back(self, places: Tensor, source: str) -> None:
-        """Write the lines that put them back."""
-        self.returned += written_back(blocks_of(places, self.parameters) or [], "theirs", source)
+        return blocks
 
     def _tied(self) -> Iterator[str]:
         """Write that a parameter is held under another name once more."""
@@ -264,13 +228,7 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------- the text
     def source(self, result: Text, before: str = "", after: str = "") -> str:
-        """Write it down.
-
-        Args:
-            result: What it returns.
-            before: What is done to its argument first, as ".mT".
-            after: What is done to the result.
-        """
+        """Write it down; before and after are what is done to its argument first, as ".mT", and to the result."""
         first = [f"{self.argument} = {self.argument}{before}"] if before else []
         if self.is_function and self.made:
             raise UnreadError("a function that holds weights cannot be written down")
@@ -330,11 +288,7 @@ def _is_used(argument: str, body: str) -> bool:
 
 
 def signature_of(function: Callable[..., Any], kinds: Mapping[str, str] | None = None) -> str:
-    """Write the arguments of a function, each with what it takes by default.
-
-    Args:
-        function: The function.
-        kinds: The types of those that take no tensor by default, by name.
+    """Write the arguments of a function, each with what it takes by default; kinds are the types of some, by name.
 
     >>> def norm(x, gain, *, eps=1e-5): ...
     >>> signature_of(norm)
@@ -360,12 +314,3 @@ def _identifier(path: str) -> str:
     """
     name = path.replace(".", "_")
     return name if name.isidentifier() else f"part_{name}"
-
-
-def _names(signature: str) -> list[str]:
-    """Name the arguments of a signature.
-
-    >>> _names("x: Tensor, size: int = 3")
-    ['x', 'size']
-    """
-    return re.findall(r"(\w+)(?=:)", signature) or ["x"]

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of, of_kind
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
-from equivalence_tests.checker.equivalent.relative import BASE, Relative
+from equivalence_tests.checker.equivalent.relative import Relative
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
 from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
@@ -29,32 +29,24 @@ SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between 
 class _Written(Values):
     """What an expression is written down from: arguments, parameters and sub-modules as text."""
 
-    writer: Writer | None = None
+    writer: Writer = field(kw_only=True)
 
     def learnt(self, name: str) -> Any:
-        assert self.writer is not None  # it is given
         return self.writer.parameter(name)
 
     def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
-        assert self.writer is not None  # the same
+        assert self.writer is not None
         return Text(f"self.{self.writer.sub_module(path)}({arguments_text(given, numbers)})", self.writer)
 
 
 @dataclass
 class AttentionWriter:
-    """Writes one program.
-
-    Args:
-        program: The program.
-        signature: Of the code that was checked.
-        parameters: Of the user's module.
-        module: The user's module; None for a function.
-    """
+    """Writes one program."""
 
     program: Program
     signature: Signature
     parameters: Parameters
-    module: nn.Module | None
+    is_function: bool
     writer: Writer = field(init=False)
     values: Any = field(init=False)
 
@@ -62,22 +54,17 @@ class AttentionWriter:
         names = [f"{name}: {kind}" for name, kind in self._kinds.items()]
         names += [f"{name}: Tensor" for name in self.signature.tables]
         names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
-        module, target = self.module or nn.Module(), self.signature.target
+        target, arguments = self.signature.target, ", ".join(names)
         heads, width = self.program.query.weight.shape[:2]
-        sizes = "" if self.module is None and heads == 1 else f", for {heads} heads of {width}"
-        self.writer = Writer(
-            target, self.parameters, module, ", ".join(names), self.module is None, sentence=SENTENCE, sizes=sizes
-        )
+        sizes = "" if self.is_function and heads == 1 else f", for {heads} heads of {width}"
+        module = self.parameters.module
+        self.writer = Writer(target, self.parameters, module, arguments, self.is_function, SENTENCE, sizes)
         given: Any = {name: Text(own, self.writer) for name, own in self.signature.arguments}
         output: Any = Text("output", self.writer)
-        self.values = _Written(given, module, self.parameters, output, self.writer)
+        self.values = _Written(given, self.parameters, output, writer=self.writer)
 
     def source(self) -> str:
-        """Write the module.
-
-        Raises:
-            UnreadError: If it is laid out in a way that cannot be written.
-        """
+        """Write the module."""
         if self.signature.layout not in LAYOUTS:
             raise UnreadError(f"the layout {self.signature.layout} cannot be written down")
         plain = self.program.is_multi_head_attention
@@ -100,7 +87,7 @@ class AttentionWriter:
         if self.signature.layout == WINDOWS:
             yield f"shape = {next(iter(self._kinds))}.shape  # (batch, windows, pixels in each, features)"
         for name, kind in self._kinds.items():
-            turn = LAYOUTS[self.signature.steps.get(name, self.signature.layout)][0]
+            turn = self.signature.inward(name)
             if not turn:
                 continue
             turned = f"{name}{turn}" if kind == "Tensor" else f"[x{turn} for x in {name}]"
@@ -165,8 +152,6 @@ class AttentionWriter:
     # ------------------------------------------------------------------------------------------- parts
     def _of_parts(self) -> Iterator[str]:
         program = self.program
-        if program.mask_replaces:
-            raise UnreadError("masks that replace the causal one are not written down")
         yield from self._inward()
         yield from self._kept_tokens()
         for role, one in program.roles:
@@ -194,8 +179,7 @@ class AttentionWriter:
         program = self.program
         yield f"scores = {self._scale!r} * query @ key.transpose(-2, -1)"
         if program.cap:
-            bent = f"scores.clamp(-{program.cap!r}, {program.cap!r})"
-            yield f"scores = {bent if program.cuts else f'{program.cap!r} * torch.tanh(scores / {program.cap!r})'}"
+            yield f"scores = {program.cap!r} * torch.tanh(scores / {program.cap!r})"
         if biased:
             yield "scores = scores + bias"
         if program.sink is not None:
@@ -225,7 +209,7 @@ class AttentionWriter:
         one = one if relative is None else relative.split(one)
         heads, own, weight, bias = _grouped(one)
         tokens: Any = one.tokens(self.values)
-        if not any(isinstance(x, Given) for x in all_of(one.tokens)):  # learnt, and the same in each sample
+        if not any(of_kind(Given, one.tokens)):  # learnt, and the same in each sample
             tokens = Text(f"{bracketed(tokens)}.expand(len({self.signature.arguments[0][1]}), -1, -1)", self.writer)
         if bias is None:
             beside = [other.weight for _, other in self.program.roles if other.tokens == one.tokens]
@@ -262,7 +246,7 @@ class AttentionWriter:
         first = int(weight.flatten()[0])
         if torch.equal(weight.flatten(), first + torch.arange(heads * width)) and (packed or first == 0):
             tokens = f"{tokens}[..., {first}:{first + heads * width}]" if packed else tokens
-            wide = width if self.module is not None else -1  # a function takes any
+            wide = -1 if self.is_function else width  # a function takes any
             return f"{tokens}.unflatten(-1, ({heads}, {wide})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"
 
@@ -334,7 +318,7 @@ class AttentionWriter:
         if bias.grid is not None:
             places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
             yield f"places = {places}"
-            apart, before = f"torch.cdist(places, places, {bias.grid.power!r})", bias.grid.first
+            apart, before = "torch.cdist(places, places)", bias.grid.first
             yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
         elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
@@ -371,19 +355,12 @@ class AttentionWriter:
 
     def _relative(self, relative: Relative) -> Iterator[str]:
         """Write what queries say to the distance of a key."""
-        heads, width, features = relative.weight.shape
+        heads, width, _ = relative.weight.shape
         self.writer.linear(
             "relative_proj", relative.weight.flatten(0, 1), None if relative.bias is None else relative.bias.flatten()
         )
-        if relative.table:
-            row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
-            yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
-        else:
-            steps = f"({BASE!r} ** (-torch.arange(0, {features}, 2) / {features})).to(bias)"
-            yield f"angles = {'-' if relative.backwards else ''}distance[..., None] * {steps}"
-            both = "(angles.sin(), angles.cos()), -1)"
-            yield f"sinusoids = {f'torch.cat({both}' if relative.halves else f'torch.stack({both}.flatten(-2)'}"
-            yield "vectors = self.relative_proj(sinusoids)"
+        row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
+        yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
         each = f"vectors.unflatten(-1, ({heads}, {width}))"
         yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
 
