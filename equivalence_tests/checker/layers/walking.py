@@ -373,8 +373,8 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
-    outside = walk.called_from_outside(path)
-    own |= {"norm_never_used": outside} if outside else {}
+    normed = walk.with_norms(path)
+    own |= {"norm_never_used": normed} if normed else {}
     own |= {RESIDUAL: OF_LAYER} if is_attention_alone(child) and not walk.is_normed(path) else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
@@ -390,7 +390,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         part = _held(walk, path) if path in walk.watched and not part.suspected else part
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
-    part.intended = [one for one in part.intended if not outside or one.reason != outside]  # nothing is amiss
+    part.intended = [one for one in part.intended if not normed or one.reason != normed]  # nothing is amiss
     walk.contained[mark_of(child)] = _adds_residual(part)
     walk.untried[mark_of(child)] = {one.what for one in part.not_exercised}
     if part.verdict == "unchecked":

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,7 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 ROLES = "queries", "keys", "values"
 GIVEN = ("given", "embedding", "table", "positions", "added")
+SHORTCUT = re.compile("shortcut|skip", re.IGNORECASE)
 EXEMPT = (*GIVEN, "activation", "product", "piece", "pool", "softmax", "tokens")
 
 
@@ -97,7 +99,7 @@ class Sums:
                         self._stands_alone(made)
                 if len(rest) > 1:
                     words = f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side"
-                    self.say(words, "parallel", self._one_norm(rest, start))
+                    self.say(words, "parallel", self._one_norm(rest, start) or self._shortcut(rest))
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
@@ -110,6 +112,12 @@ class Sums:
         behind = [self.labels.ancestors(((label, 1.0),)) - before for label in labels]
         norms = [{x for x in one if self.labels.made[x].kind == "layer_norm"} for one in behind]
         return "one norm serves them all" if len(norms[0]) == 1 and all(x == norms[0] for x in norms) else ""
+
+    def _shortcut(self, labels: Sequence[str]) -> str:
+        """Say that one of two is a matrix that is called a shortcut; "" where none is."""
+        named = [made.words for made in map(self.labels.made.__getitem__, labels) if made.kind == "linear"]
+        found = next(filter(SHORTCUT.search, named), "") if len(labels) == 2 else ""
+        return f"the sub-module {found}, by its name" if found else ""
 
     def _stands_alone(self, made: Made) -> None:
         """A matrix, or a norm, that is a sublayer by itself."""
