@@ -25,7 +25,7 @@ from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.registering import REGISTERING
-from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, uncompiled
+from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, seen_constructors, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import KINDS, Exercise, Finding
@@ -118,7 +118,13 @@ def verify(
         found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
         TRIED.begin(found)
         # Whatever the caller, or the imported file, has set.
-        with torch.inference_mode(False), torch.enable_grad(), uncompiled(), outside_modes(found) as mode:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            uncompiled(),
+            seen_constructors(),
+            outside_modes(found) as mode,
+        ):
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:

@@ -17,9 +17,9 @@ from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import OF_MASKS, idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import looks_ahead
-from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded
+from equivalence_tests.checker.layers.walk import Walk, is_inside, masks_of, recorded
 from equivalence_tests.checker.mistakes import named_mistake
-from equivalence_tests.checker.parts.kinds import is_torchs
+from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -158,7 +158,9 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
         yield from _judge_stacks(run, ran, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
             paths = [path for path, _ in stacks]
-            yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, paths[-1:]))
+            attending = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
+            last = [path for path in paths if any(is_inside(one, path) for one in attending)][-1:] or attending[:1]
+            yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, last))
 
 
 def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]:

@@ -121,7 +121,8 @@ def test_a_norm_that_the_whole_does_not_call_is_missed(tmp_path: Path) -> None:
 
 def test_a_matrix_beside_a_feed_forward_is_no_shortcut_by_any_name(tmp_path: Path) -> None:
     said = report_on(NORMED.replace("shortcut", "other"), "Induced", tmp_path)
-    assert said.startswith("unchecked") and "stand side by side" in said, said
+    assert said.startswith("unchecked"), said
+    assert "stand side by side" in said
 
 
 LATENTS = """

@@ -163,7 +163,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     if run is not None:
         _watch(walk, run)
     layers = _add_all_parts(walk)
-    of_model = kind_of("model", module) not in EXAMINED and module not in layers
+    of_ids = run is not None and run.kind == "ids"  # whatever it holds its attentions and feed-forwards in
+    of_model = kind_of("model", module) not in EXAMINED and (of_ids or module not in layers)
     if run is None and (of_model or (mistakes and _is_lost(walk))):
         say_that_it_does_not_run(walk, errors, mistakes)
     elif run is not None and of_model:

@@ -61,7 +61,7 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.paths = {path for path, _ in self.module.named_modules()}
-        self.sums, self.hidden = Sums(self.labels, self.paths), Hidden(self.hides)
+        self.sums, self.hidden = Sums(self.labels, self.paths, type(self.module).__name__), Hidden(self.hides)
 
     def given(self, name: str, x: Tensor) -> None:
         """Follow a tensor from here on, unless it is a mask or angles.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.watching import ModuleCall, Recorder, Slot
+from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.constructors import LISTS, constructor, made_of, own_lines, reached
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.texts import Code, arguments_text
@@ -235,18 +235,29 @@ class WholeWriter:
             self.tables.add(path)
         return f"self{self._reached(scope.path, path)}"
 
-    def _operand(self, scope: Scope, one: Slot, other: Slot) -> str:
-        """Write what an operation takes; what was made outside of torch's functions is known if it hides the future."""
-        x = one.value
-        known = id(one.tensor) in scope.names or id(one.tensor) in self.owned
-        if known or x.dtype != torch.bool or x.dim() != 2 or not torch.equal(x, torch.ones_like(x).triu(1)):
-            return self._name(scope, one.tensor)
-        rows, columns = (scope.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
-        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
+    def _operand(self, scope: Scope, tensor: Tensor, x: Tensor, later: Tensor) -> str:
+        """Write what is taken; of what torch's functions did not make, a triangle, or places numbered in order.
+
+        Args:
+            scope: Where it is taken.
+            tensor: What is taken.
+            x: Its numbers then.
+            later: Those at other sizes.
+        """
+        known = id(tensor) in scope.names or id(tensor) in self.owned
+        if not known and x.dim() == later.dim() == 2 and x.dtype == later.dtype:
+            rows, columns = (scope.written(a, b) for a, b in zip(x.shape, later.shape, strict=True))
+            if x.dtype == torch.bool and torch.equal(x, torch.ones_like(x).triu(1)):
+                return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
+            first = int(x[0, 0])
+            if x.dtype == torch.long and all(torch.equal(y, _numbered(y, first)) for y in (x, later)):
+                return f"({first} + torch.arange({columns}, device={scope.device})).expand({rows}, {columns})"
+        return self._name(scope, tensor)
 
     def _add_operations(self, scope: Scope, start: int, end: int) -> None:
         for one, other in self.operations[start:end]:
-            names = [self._operand(scope, *slots) for slots in zip(one.inputs, other.inputs, strict=True)]
+            pairs = zip(one.inputs, other.inputs, strict=True)
+            names = [self._operand(scope, x.tensor, x.value, later.value) for x, later in pairs]
             scope.add_operation(one, other, names)
 
     def _add_call(self, scope: Scope, number: int) -> None:
@@ -288,7 +299,7 @@ class WholeWriter:
 
         def leaf(x: Any, y: Any) -> Any:
             if isinstance(x, Tensor):
-                takes.append(self._name(scope, x))
+                takes.append(self._operand(scope, x, x, y))
                 return Code(takes[-1])
             return scope.written(x, y)
 
@@ -298,7 +309,7 @@ class WholeWriter:
             args, kwargs = tree_unflatten([leaf(x, y) for x, y in zip(flat, again, strict=True)], spec)
         else:  # its class is written anew, and takes tensors and sizes alone
             given, later = (bound(module, one.args, one.kwargs) for one in (call, other))
-            kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
+            kwargs = {name: leaf(x, later[name]) for name, x in given.items() if isinstance(x, Tensor)}
             kwargs |= {name: [leaf(y, y) for y in x] for name, x in given.items() if _holds_tensors(x)}
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
             if taken:
@@ -331,6 +342,11 @@ class WholeWriter:
             body = part.source.split("\n\n\n")[1].rstrip("\n")
             self.classes[path] = self._kept(type(module).__name__, body.replace("class Equivalent", "class NAME", 1))
             self.converted.append(path)
+
+
+def _numbered(x: Tensor, first: int) -> Tensor:
+    """Number the places of each row, from a first number on."""
+    return (first + torch.arange(x.size(1))).expand_as(x)
 
 
 def _is_left_out(x: Any, default: Any) -> bool:

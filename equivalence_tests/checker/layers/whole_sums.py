@@ -36,10 +36,12 @@ class Sums:
     Args:
         labels: What the parts made.
         paths: Of the sub-modules.
+        name: Of the class of the whole.
     """
 
     labels: Labels
     paths: set[str]
+    name: str
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
@@ -142,9 +144,16 @@ class Sums:
         for other in others:
             apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
             if not apart and not other.is_same(query):
-                self.say(f"{path} takes keys or values from another tensor than its queries", "project")
+                said = self._as_in_sasrec(query, other)
+                self.say(f"{path} takes keys or values from another tensor than its queries", "project", said)
         if len(others) > 1 and not others[0].is_same(others[1]):
             self.say(f"{path} takes values from another tensor than its keys", "project")
+
+    def _as_in_sasrec(self, query: Value, other: Value) -> str:
+        """Say that the queries are the norm of what the keys are, in a class whose name says it; "" elsewhere."""
+        made = self.labels.made.get(query.only)
+        normed = made is not None and made.kind == "layer_norm" and made.inputs[0].terms == other.terms
+        return "what asks alone is normed, as SASRec has it" if normed and "sasrec" in self.name.lower() else ""
 
     def _say_where_positions_are_added(self, path: str, named: Sequence[Sequence[str]], frames: Frames) -> None:
         names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))

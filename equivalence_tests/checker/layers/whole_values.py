@@ -17,7 +17,7 @@ from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
 PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | words(
-    "to type_as type float double half bfloat16 long int nan_to_num requires_grad "
+    "to cpu type_as type float double half bfloat16 long int nan_to_num requires_grad "
     "dropout alpha_dropout feature_dropout dropout1d"
 )
 SHAPED = words("view_as reshape_as expand_as type_as to")
