@@ -10,7 +10,16 @@ from equivalence_tests.checker.engine.codes import feature_of, place_of, source_
 from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.watching import storage_of
-from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import (
+    Called,
+    Expression,
+    Given,
+    Joined,
+    Learnt,
+    Made,
+    Values,
+    all_of,
+)
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -131,6 +140,7 @@ class OperandReader:
     def _projected(self, role: str) -> Projection:
         """Read heads that a matrix makes, or that are features of the tokens as they are."""
         heads = [self._head(next(one for one in self.slices if one.head == head), role) for head in self.heads]
+        heads = _of_slices(heads, self.values)
         first = heads[0]
         if any(one.tokens != first.tokens or (one.bias is None) != (first.bias is None) for one in heads):
             raise UnreadError(f"the {role} of each head is projected from other tokens or features")
@@ -248,6 +258,24 @@ class OperandReader:
         """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
             return in_each_sample(tokens, self.values).flatten(0, -2).double()
+
+
+def _of_slices(heads: list[Projection], values: Values) -> list[Projection]:
+    """Let heads that each project a slice of the features, one after the other, project all, with zeros beside it."""
+    cuts = [one.tokens for one in heads if isinstance(one.tokens, Made) and one.tokens.name == "cut"]
+    inner, places = {x.inner for x in cuts}, [x.numbers for x in cuts]
+    count, width = heads[0].weight.size(-1), heads[0].weight.size(0)
+    if len(inner) != 1 or places != [(2, number * count, count) for number in range(len(heads))]:
+        return heads
+    whole = next(iter(inner))[0]
+    with torch.no_grad():
+        features = whole(values).size(-1)
+    if features != len(heads) * count or any(one.bias is None for one in heads):
+        return heads
+    beside = torch.full((len(heads), width, features), -1)
+    for one, own, (_, start, _) in zip(heads, beside, places, strict=True):
+        own[:, start : start + count] = one.weight
+    return [replace(one, weight=own, tokens=whole) for one, own in zip(heads, beside, strict=True)]
 
 
 def in_each_sample(tokens: Expression, values: Values) -> Tensor:

@@ -16,7 +16,8 @@ class Affine:
     """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``.
 
     Args:
-        weight: (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken.
+        weight: (..., features), -1 for what takes no part; where ``bias`` is None, nothing is projected: (...), which
+            features are taken.
         bias: (...); -1 for none.
         factor: What all of it is multiplied by.
         more: A second bias, as queries may have one for each head; None for none.
@@ -46,7 +47,7 @@ class Affine:
         """The parameter elements that it uses."""
         if self.bias is None:
             return torch.zeros(0, dtype=torch.long)
-        return torch.cat([self.weight.flatten(), self.biases])
+        return torch.cat([self.weight[self.weight >= 0], self.biases])
 
 
 class Parameters:

@@ -315,6 +315,8 @@ class Program:
 
     def _of_operands(self) -> Iterator[Step]:
         both = [one.change for one in (self.query, self.key)]
+        if any(one.bias is not None and bool((one.weight < 0).any()) for _, one in self.roles):
+            yield Step("each head takes features of its own", "each has a matrix that is no wider", "project")
         for role, one in self.roles:
             norm, rotation = one.change.norm, one.change.rotation
             if norm is not None:
@@ -398,7 +400,8 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
     heads = rows["query"][:, 0].argsort(stable=True)
     rows = {role: found[heads] for role, found in rows.items()}
     for role, one in (("query", query), ("key", key), ("value", value)):
-        if one.bias is not None and bool((one.weight.diff() <= 0).any()):
+        taken = one.weight >= 0
+        if one.bias is not None and bool(((one.weight.diff() <= 0) & taken[..., 1:] & taken[..., :-1]).any()):
             yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
         if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
             yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
@@ -420,8 +423,8 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
 
 
 def _rows(one: Projection) -> Tensor:
-    """Where each row of a projection begins among the parameters, (heads, head_dim)."""
-    return one.weight if one.bias is None else one.weight[..., 0]
+    """Where each row of a projection ends among the parameters, or lies among the features, (heads, head_dim)."""
+    return one.weight if one.bias is None else one.weight.amax(-1)
 
 
 def _columns(output: Output, heads: int, width: int) -> Tensor:
