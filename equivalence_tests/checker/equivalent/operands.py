@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part, Source
@@ -263,19 +264,17 @@ class OperandReader:
 def _of_slices(heads: list[Projection], values: Values) -> list[Projection]:
     """Let heads that each project a slice of the features, one after the other, project all, with zeros beside it."""
     cuts = [one.tokens for one in heads if isinstance(one.tokens, Made) and one.tokens.name == "cut"]
-    inner, places = {x.inner for x in cuts}, [x.numbers for x in cuts]
-    count, width = heads[0].weight.size(-1), heads[0].weight.size(0)
-    if len(inner) != 1 or places != [(2, number * count, count) for number in range(len(heads))]:
+    count = heads[0].weight.size(-1)
+    places = [(2, count * number, count) for number in range(len(heads))]
+    if [x.numbers for x in cuts] != places or len({x.inner for x in cuts}) > 1:
         return heads
-    whole = next(iter(inner))[0]
+    whole = cuts[0].inner[0]
     with torch.no_grad():
-        features = whole(values).size(-1)
-    if features != len(heads) * count or any(one.bias is None for one in heads):
-        return heads
-    beside = torch.full((len(heads), width, features), -1)
-    for one, own, (_, start, _) in zip(heads, beside, places, strict=True):
-        own[:, start : start + count] = one.weight
-    return [replace(one, weight=own, tokens=whole) for one, own in zip(heads, beside, strict=True)]
+        rest = whole(values).size(-1) - count
+    pads = [(x[1], rest - x[1]) for x in places]
+    both = zip(heads, pads, strict=True)
+    wide = [replace(one, weight=F.pad(one.weight, pad, value=-1), tokens=whole) for one, pad in both]
+    return wide if pads[-1][1] == 0 else heads
 
 
 def in_each_sample(tokens: Expression, values: Values) -> Tensor:
