@@ -81,6 +81,8 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     off = switch_off(walk.module, OF_MASKS)
     idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
+    lost = [f"what {mask.name} hides" for mask in read.masks if mask.used and not mask.reached]
+    walk.report.coverage += [Exercise(what, False, "no token, in any form that was tried") for what in lost]
     read = replace(read, masks=[mask for mask in read.masks if mask not in idle])
     wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):

@@ -252,7 +252,7 @@ def _arguments(
     arguments: dict[str, Any] = {}
     for name, role in roles.items():
         if role == "mask" and form is not None:
-            may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
+            may_attend = torch.ones(len(source), *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
         elif role == "items":
             items = torch.arange(source.numel()).view_as(source) % 3 + FIRST_ID  # the same whatever the tokens are
