@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
@@ -123,13 +123,14 @@ class OperandReader:
         if call is None or not call.outputs or self.values.module is None:
             return None
         part = self.values.module.get_submodule(call.path)
-        if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
+        mixes = isinstance(part, nn.modules.conv._ConvNd) and part.groups == part.in_channels > 1
+        if type(part).__module__.startswith("torch.") and next(part.children(), None) is None and not mixes:
             return None  # a matrix alone is read as one, or not at all
         try:
             tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
         except UnreadError:
             return None
-        if not isinstance(tokens, Called) or not _takes_tokens_apart(tokens, self.values):
+        if not isinstance(tokens, Called) or not (mixes or _takes_tokens_apart(tokens, self.values)):
             return None
         flat, heads = self._flat(tokens), list[Tensor]()
         for codes, places, at, own in every:
