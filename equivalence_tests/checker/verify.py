@@ -118,13 +118,7 @@ def verify(
         found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
         TRIED.begin(found)
         # Whatever the caller, or the imported file, has set.
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            uncompiled(),
-            seen_constructors(),
-            outside_modes(found) as mode,
-        ):
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled(), outside_modes(found) as mode:
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:
@@ -212,6 +206,7 @@ def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:
         yield from alike if count < MANY else [replace(alike[0], evidence=f"{alike[0].evidence} {more}".strip())]
 
 
+@seen_constructors()
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:
     """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
     guess = kind or guess_kind(found)

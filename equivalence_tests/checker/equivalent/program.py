@@ -296,7 +296,8 @@ class Program:
         packed = len(bare) == 3 and isinstance(bare[0], Given) and len({*bare}) == 1 if bare else len(owners) == 1
         if not packed or not said or torch.equal(first["query"], first["value"]):  # of one argument, all of it for each
             return
-        if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
+        pairs = ([*itertools.pairwise(order)] for order in (said, ROLES))  # names may be exchanged where they are used
+        if not any(all(bool((first[one] < first[other]).all()) for one, other in order) for order in pairs):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
     def _in_part(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
 
 TEXT = """
@@ -163,6 +165,13 @@ def test_items_may_be_numbered_by_numpy_and_only_what_asks_be_normed(tmp_path: P
     assert said.startswith("equal"), said
     assert "what asks alone is normed, as SASRec has it" in said
     assert "the tokens that are hidden are set to 0: the id 0 says" in said
+
+
+def test_old_constructors_are_types_while_they_are_seen() -> None:
+    with seen_constructors():
+        assert torch.equal(torch.LongTensor([1]), torch.tensor([1]))
+        assert isinstance(torch.LongTensor(torch.ones(1).long()), torch.LongTensor)
+        assert not isinstance(torch.ones(1), torch.LongTensor)
 
 
 @pytest.mark.sampled(3)

@@ -236,21 +236,14 @@ class WholeWriter:
         return f"self{self._reached(scope.path, path)}"
 
     def _operand(self, scope: Scope, tensor: Tensor, x: Tensor, later: Tensor) -> str:
-        """Write what is taken; of what torch's functions did not make, a triangle, or places numbered in order.
-
-        Args:
-            scope: Where it is taken.
-            tensor: What is taken.
-            x: Its numbers then.
-            later: Those at other sizes.
-        """
+        """Write what is taken; where torch did not make it, by its numbers: a triangle, or places that are counted."""
         known = id(tensor) in scope.names or id(tensor) in self.owned
         if not known and x.dim() == later.dim() == 2 and x.dtype == later.dtype:
             rows, columns = (scope.written(a, b) for a, b in zip(x.shape, later.shape, strict=True))
             if x.dtype == torch.bool and torch.equal(x, torch.ones_like(x).triu(1)):
                 return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
-            first = int(x[0, 0])
-            if x.dtype == torch.long and all(torch.equal(y, _numbered(y, first)) for y in (x, later)):
+            first, in_order = int(x[0, 0]), (y == first + torch.arange(y.size(1)) for y in (x, later))
+            if x.dtype == torch.long and all(map(torch.all, in_order)):
                 return f"({first} + torch.arange({columns}, device={scope.device})).expand({rows}, {columns})"
         return self._name(scope, tensor)
 
@@ -342,11 +335,6 @@ class WholeWriter:
             body = part.source.split("\n\n\n")[1].rstrip("\n")
             self.classes[path] = self._kept(type(module).__name__, body.replace("class Equivalent", "class NAME", 1))
             self.converted.append(path)
-
-
-def _numbered(x: Tensor, first: int) -> Tensor:
-    """Number the places of each row, from a first number on."""
-    return (first + torch.arange(x.size(1))).expand_as(x)
 
 
 def _is_left_out(x: Any, default: Any) -> bool:

@@ -342,6 +342,11 @@ def lies_in_order(places: Tensor) -> bool:
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
 
 
+def is_turned(places: Tensor) -> bool:
+    """Whether the last axis holds the tokens and the one before it the features, both in order."""
+    return places.dim() > 2 and lies_whole(places.mT) and lies_in_order(places.mT)
+
+
 def keeps_rows(operation: Operation) -> bool:
     """Whether what an operation moves stays in order, some of it left out, or all of it repeated for each sample."""
     moved = operation.call([places_of(operation.inputs[0].value.shape)])

@@ -192,8 +192,8 @@ class Whole:
         """Run it at the first or the second size, once."""
         if (place, masked) not in self.runs:
             ran = ask(partial(self.calls.recorded(place, masked).run, read=False))
-            if ran.error is not None:
-                raise not_called_again(ran.error)
+            if ran.value is None:
+                raise not_called_again(ran.error or UnreadError(""))
             self.runs[place, masked] = ran.value
         return self.runs[place, masked]
 

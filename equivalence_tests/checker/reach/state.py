@@ -120,12 +120,7 @@ class _Constructor(type):
 
 @contextlib.contextmanager
 def seen_constructors() -> Iterator[None]:
-    """Let torch's old constructors give a view of the tensor that they are given, which a recorder sees.
-
-    >>> with seen_constructors():
-    ...     torch.LongTensor([1]), isinstance(torch.LongTensor(torch.ones(1).long()), torch.LongTensor)
-    (tensor([1]), True)
-    """
+    """Let torch's old constructors give a view of the tensor that they are given, which a recorder sees."""
     with contextlib.ExitStack() as stack:
         for name in ("LongTensor", "BoolTensor", "FloatTensor", "DoubleTensor"):
             own = getattr(torch, name)
