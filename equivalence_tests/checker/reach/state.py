@@ -124,7 +124,7 @@ def seen_constructors() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("LongTensor", "BoolTensor", "FloatTensor", "DoubleTensor"):
             own = getattr(torch, name)
-            stack.enter_context(mock.patch.object(torch, name, _Constructor(name, (), {"own": own})))
+            stack.enter_context(mock.patch.object(torch, name, _Constructor(f"torch.{name}", (), {"own": own})))
         yield
 
 
