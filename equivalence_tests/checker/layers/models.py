@@ -25,6 +25,7 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -81,8 +82,9 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     off = switch_off(walk.module, OF_MASKS)
     idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
-    lost = [f"what {mask.name} hides" for mask in read.masks if mask.used and not mask.reached]
-    walk.report.coverage += [Exercise(what, False, "no token, in any form that was tried") for what in lost]
+    required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
+    for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):
+        walk.skip(WHOLE_MODEL, f"{name} hides no token in any form that was tried")
     read = replace(read, masks=[mask for mask in read.masks if mask not in idle])
     wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):

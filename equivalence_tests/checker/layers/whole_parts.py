@@ -148,8 +148,7 @@ class Parts:
         second = first or isinstance(module, nn.modules.batchnorm._BatchNorm)
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         ordered = lies_in_order if kind == "attention" else lies_whole
-        asked = kind in IN_ORDER or (kind == "embedding" and not first and bool(data[0].places.any()))
-        if asked and not all(map(ordered, taken)):
+        if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
