@@ -172,7 +172,7 @@ def test_old_constructors_are_types_while_they_are_seen() -> None:
         assert torch.equal(torch.LongTensor([1]), torch.tensor([1]))
         assert isinstance(torch.LongTensor(torch.ones(1).long()), torch.LongTensor)
         assert not isinstance(torch.ones(1), torch.LongTensor)
-        assert torch.ones(1).type(torch.LongTensor).dtype == torch.long
+        assert torch.ones(1).type(torch.LongTensor).dtype == torch.long  # type: ignore[call-overload]
 
 
 @pytest.mark.sampled(3)
