@@ -111,8 +111,7 @@ class Walk:
 
     def with_norms(self, path: str) -> str:
         """Say that all norms of a part take part in the run of the whole, whatever a call of its own leaves out."""
-        kinds = atoms_of(self.module.get_submodule(path))
-        norms = [name for name, kind in kinds.items() if kind == "layer_norm"]
+        norms = [name for name, kind in atoms_of(self.module.get_submodule(path)).items() if kind == "layer_norm"]
         return f"{norms[-1]} takes part where {path} is called" if norms and self.busy_in(path) >= {*norms} else ""
 
     def skip(self, name: str, reason: str) -> None:
