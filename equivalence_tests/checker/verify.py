@@ -161,11 +161,9 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except SystemExit as error:
             reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            own, stopped = raised_at(error), f"The check stopped with {said(error)}"
-            why = f"This code itself raises {said(error)}{own}, in a call that the check needs"
-            reports = [
-                Report(name, reason=why if own else f"{stopped}, in a step of the check itself, not in this code")
-            ]
+            what, own = said(error), raised_at(error)
+            why = f"this code itself raises {what}{own}" if own else f"{what}, in a step of its own, not in this code"
+            reports = [Report(name, reason=f"The check stopped: {why}")]
     for report in reports:
         _add_crashes(report)
         _add_unregistered(report)
