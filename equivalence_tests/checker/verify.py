@@ -25,7 +25,7 @@ from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.registering import REGISTERING
-from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, uncompiled
+from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, seen_constructors, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import KINDS, Exercise, Finding
@@ -156,8 +156,9 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except SystemExit as error:
             reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            own = raised_at(error) or ", in a step of the check itself, not in this code"
-            reports = [Report(name, reason=f"The check stopped with {said(error)}{own}")]
+            what, own = said(error), raised_at(error)
+            why = f"this code itself raises {what}{own}" if own else f"{what}, in a step of its own, not in this code"
+            reports = [Report(name, reason=f"The check stopped: {why}")]
     for report in reports:
         _add_crashes(report)
         _add_unregistered(report)
@@ -198,6 +199,7 @@ def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:
         yield from alike if count < MANY else [replace(alike[0], evidence=f"{alike[0].evidence} {more}".strip())]
 
 
+@seen_constructors()
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:
     """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
     guess = kind or guess_kind(found)

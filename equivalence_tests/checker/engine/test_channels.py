@@ -156,3 +156,57 @@ def test_mistakes_in_it_are_found_on_their_line(broken: type[nn.Module], mistake
     for finding in report.findings:
         assert finding.line is not None
         assert text in finding.line.text
+
+
+class ConvolvesKeys(nn.Module):
+    """Lets a depthwise convolution go over the keys and over the values, each an image again, behind their matrices."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.conv_k, self.conv_v = (nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False) for _ in range(2))
+
+    def over(self, x: Tensor, conv: nn.Module, h: int, w: int) -> Tensor:
+        made: Tensor = conv(x.transpose(1, 2).unflatten(-1, (h, w)))
+        return made.flatten(2).transpose(1, 2)
+
+    def values(self, x: Tensor, h: int, w: int) -> Tensor:
+        return self.over(self.v_proj(x), self.conv_v, h, w)
+
+    def forward(self, x: Tensor, h: int, w: int) -> Tensor:
+        three = self.q_proj(x), self.over(self.k_proj(x), self.conv_k, h, w), self.values(x, h, w)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in three)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TakesColumnsForRows(ConvolvesKeys):
+    def over(self, x: Tensor, conv: nn.Module, h: int, w: int) -> Tensor:
+        return super().over(x, conv, w, h)
+
+
+class MixesChannels(ConvolvesKeys):
+    def over(self, x: Tensor, conv: nn.Module, h: int, w: int) -> Tensor:
+        made: Tensor = conv(x.reshape(len(x), -1, h, w))
+        return made.flatten(2).transpose(1, 2)
+
+
+class ConvolvesValuesAsKeys(ConvolvesKeys):
+    def values(self, x: Tensor, h: int, w: int) -> Tensor:
+        return self.over(self.v_proj(x), self.conv_k, h, w)
+
+
+class AddsItsValues(ConvolvesKeys):
+    def values(self, x: Tensor, h: int, w: int) -> Tensor:
+        return super().values(x, h, w) + self.v_proj(x).roll(1, 1)
+
+
+def test_a_depthwise_convolution_may_go_over_keys_and_values() -> None:
+    report = verify(ConvolvesKeys)
+    assert report.verdict == "equal", str(report)
+    assert "conv_k is called: the sub-module conv_k, a Conv2d" in str(report)
+
+
+@pytest.mark.parametrize("found", [TakesColumnsForRows, MixesChannels, ConvolvesValuesAsKeys, AddsItsValues])
+def test_other_convolutions_of_keys_are_not_equal(found: type[nn.Module]) -> None:
+    assert verify(found).verdict in ("deviates", "unchecked"), str(verify(found))

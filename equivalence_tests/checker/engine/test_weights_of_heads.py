@@ -94,3 +94,75 @@ def test_weights_of_a_list_that_are_used_twice_are_named_and_shown(found: type[n
     report = verify(type(found.__name__, (found,), {"head": head, "__module__": __name__}))
     assert report.mistakes == (WRONG[head],), str(report)
     assert report.findings[0].is_proven
+
+
+class ListOfSlices(ListOfWeights):
+    """Gives each head a slice of the features and matrices that are no wider, and returns a map of each."""
+
+    def made(self, width: int, own: int) -> Any:
+        return nn.ModuleList(nn.Linear(own, own) for _ in range(self.num_heads))
+
+    def slice_of(self, x: Tensor, i: int) -> Tensor:
+        return x.chunk(self.num_heads, -1)[i]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / sqrt(q.size(-1))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+        maps, made = [], []
+        for i in range(self.num_heads):
+            q, k, v = self.wqs[i](self.slice_of(query, i)), self.wks[i](self.slice_of(key, i)), self.value(value, i)
+            maps.append(self.scores(q, k).softmax(-1))
+            made.append(maps[-1] @ v)
+        return self.wo(torch.cat(made, -1)), maps
+
+    def value(self, x: Tensor, i: int) -> Tensor:
+        return self.wvs[i](self.slice_of(x, i))
+
+
+class TakesTheFirstSlice(ListOfSlices):
+    def slice_of(self, x: Tensor, i: int) -> Tensor:
+        return x.chunk(self.num_heads, -1)[0]
+
+
+class TakesSlicesBackwards(ListOfSlices):
+    def slice_of(self, x: Tensor, i: int) -> Tensor:
+        return x.chunk(self.num_heads, -1)[-1 - i]
+
+
+class TakesOtherValues(ListOfSlices):
+    def value(self, x: Tensor, i: int) -> Tensor:
+        return self.wvs[i](self.slice_of(x, -1 - i))
+
+
+class ReturnsOtherMaps(ListOfSlices):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+        output, maps = super().forward(query, key, value)
+        return output, [(2 * x.log()).softmax(-1) for x in maps]
+
+
+class DoesNotScaleSlices(ListOfSlices):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
+
+def test_each_head_may_project_a_slice_of_its_own() -> None:
+    report = verify(ListOfSlices)
+    assert report.verdict == "equal", str(report)
+    assert "each head takes features of its own" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (TakesTheFirstSlice, "a part of the features"),
+        (TakesSlicesBackwards, "is projected from other tokens or features"),
+        (TakesOtherValues, "is projected from other tokens or features"),
+        (ReturnsOtherMaps, "maps that are returned are not the weights"),
+        (DoesNotScaleSlices, "The scores are not scaled."),
+    ],
+)
+def test_other_slices_are_not_passed_over(found: type[nn.Module], words: str) -> None:
+    report = verify(found)
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+    assert words in " ".join(str(report).split())

@@ -4,13 +4,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part, Source
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.watching import storage_of
-from equivalence_tests.checker.equivalent.expressions import Called, Expression, Given, Joined, Learnt, Values, of_kind
+from equivalence_tests.checker.equivalent.expressions import (
+    Called,
+    Expression,
+    Given,
+    Joined,
+    Learnt,
+    Made,
+    Values,
+    of_kind,
+)
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -93,11 +103,15 @@ class OperandReader:
         call = None if made is None else self.watched.call_around(made.index)
         if call is None or not call.outputs:
             return None
-        part = self.watched.parameters.module.get_submodule(call.path)
-        if type(part).__module__.startswith("torch.") and next(part.children(), None) is None:
+        part = self.values.parameters.module.get_submodule(call.path)
+        mixes = isinstance(part, nn.modules.conv._ConvNd) and part.groups == part.in_channels > 1
+        if type(part).__module__.startswith("torch.") and next(part.children(), None) is None and not mixes:
             return None  # a matrix alone is read as one, or not at all
-        tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
-        if not isinstance(tokens, Called) or not _takes_tokens_apart(tokens, self.values):
+        try:
+            tokens = Tracer(self.watched).read(call.outputs[0], self.watched.judgement.attention.first.index)
+        except UnreadError:
+            return None
+        if not isinstance(tokens, Called) or not (mixes or _takes_tokens_apart(tokens, self.values)):
             return None
         flat, heads = self._flat(tokens), list[Tensor]()
         for codes, places, at, own in every:
@@ -109,6 +123,7 @@ class OperandReader:
     def _projected(self, role: str) -> Projection:
         """Read heads that a matrix makes, or that are features of the tokens as they are."""
         heads = [self._head(next(one for one in self.slices if one.head == head), role) for head in self.heads]
+        heads = _of_slices(heads, self.values)
         first = heads[0]
         if any(one.tokens != first.tokens or (one.bias is None) != (first.bias is None) for one in heads):
             raise UnreadError(f"the {role} of each head is projected from other tokens or features")
@@ -216,6 +231,22 @@ class OperandReader:
         """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
             return in_each_sample(tokens, self.values).flatten(0, -2).double()
+
+
+def _of_slices(heads: list[Projection], values: Values) -> list[Projection]:
+    """Let heads that each project a slice of the features, one after the other, project all, with zeros beside it."""
+    cuts = [one.tokens for one in heads if isinstance(one.tokens, Made) and one.tokens.name == "cut"]
+    count = heads[0].weight.size(-1)
+    places = [(2, count * number, count) for number in range(len(heads))]
+    if [x.numbers for x in cuts] != places or len({x.inner for x in cuts}) > 1:
+        return heads
+    whole = cuts[0].inner[0]
+    with torch.no_grad():
+        rest = whole(values).size(-1) - count
+    pads = [(x[1], rest - x[1]) for x in places]
+    both = zip(heads, pads, strict=True)
+    wide = [replace(one, weight=F.pad(one.weight, pad, value=-1), tokens=whole) for one, pad in both]
+    return wide if pads[-1][1] == 0 else heads
 
 
 def in_each_sample(tokens: Expression, values: Values) -> Tensor:

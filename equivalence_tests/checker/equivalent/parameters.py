@@ -25,7 +25,8 @@ class Layer(NamedTuple):
 class Affine:
     """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``."""
 
-    weight: Tensor  # (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken
+    # (..., features), -1 for what takes no part; without a bias nothing is projected: (...), which features are taken
+    weight: Tensor
     bias: Tensor | None  # (...); -1 for none
     factor: float = 1.0  # what all of it is multiplied by
     more: Tensor | None = None  # a second bias, as queries may have one for each head; None for none
@@ -49,7 +50,7 @@ class Affine:
         """The parameter elements that it uses."""
         if self.bias is None:
             return torch.zeros(0, dtype=torch.long)
-        return torch.cat([self.weight.flatten(), self.biases])
+        return torch.cat([self.weight[self.weight >= 0], self.biases])
 
 
 class Parameters:

@@ -259,7 +259,8 @@ class Program:
         packed = len(bare) == 3 and isinstance(bare[0], Given) and len({*bare}) == 1 if bare else len(owners) == 1
         if not packed or not said or torch.equal(first["query"], first["value"]):  # of one argument, all of it for each
             return
-        if not all(bool((first[one] < first[other]).all()) for one, other in itertools.pairwise(said)):
+        pairs = ([*itertools.pairwise(order)] for order in (said, ROLES))  # names may be exchanged where they are used
+        if not any(all(bool((first[one] < first[other]).all()) for one, other in order) for order in pairs):
             yield Step(f"{what} does not hold {', '.join(said)} in this order, as the code says", "", "project")
 
     def _in_their_own_order(self) -> Iterator[Step]:
@@ -268,7 +269,8 @@ class Program:
         heads = rows["query"][:, 0].argsort(stable=True)
         rows = {role: found[heads] for role, found in rows.items()}
         for role, one in self.roles:
-            if one.bias is not None and bool((one.weight.diff() <= 0).any()):
+            taken = one.weight >= 0
+            if one.bias is not None and bool(((one.weight.diff() <= 0) & taken[..., 1:] & taken[..., :-1]).any()):
                 yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
             if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
                 yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
@@ -302,6 +304,8 @@ class Program:
 
     def _of_operands(self) -> Iterator[Step]:
         both = [one.change for one in (self.query, self.key)]
+        if any(one.bias is not None and bool((one.weight < 0).any()) for _, one in self.roles):
+            yield Step("each head takes features of its own", "each has a matrix that is no wider", "project")
         for role, one in self.roles:
             norm, rotation = one.change.norm, one.change.rotation
             if norm is not None:
@@ -378,8 +382,8 @@ def _projecting(around: Expression, module: nn.Module) -> str | None:
 
 
 def _rows(one: Projection) -> Tensor:
-    """Where each row of a projection begins among the parameters, (heads, head_dim)."""
-    return one.weight if one.bias is None else one.weight[..., 0]
+    """Where each row of a projection ends among the parameters, or lies among the features, (heads, head_dim)."""
+    return one.weight if one.bias is None else one.weight.amax(-1)
 
 
 def _alike(columns: Tensor, rows: Tensor) -> bool:

@@ -285,7 +285,16 @@ def _callers_scales(situation: Situation) -> dict[str, float]:
     beside = subject.sizes.head_dim**-0.5  # torch's own scale, which a further number multiplies
     ways = [(name, power, x ** (-2 * power)) for name, x in numbers for power in (-0.5, 0.5)]
     ways += [(name, 0.0, x * beside) for name, x in numbers]
-    return {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
+    found = {name: power for name, power, factor in ways if all(math.isclose(factor, one) for one in factors)}
+    return found if len(found) < 2 else {name: power for name, power in found.items() if _is_no_size(subject, name)}
+
+
+def _is_no_size(subject: Subject, name: str) -> bool:
+    """Whether a module that was built with another number under a name has parameters of the same shapes."""
+    made = TRIED.construction_of(subject.function)
+    other = None if made is None else built_alike(made.function, subject, **{name: 0.5})
+    both = [{path: x.shape for path, x in one.named_parameters()} for one in (subject.module, other) if one is not None]
+    return len(both) == 2 and both[0] == both[1]
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:

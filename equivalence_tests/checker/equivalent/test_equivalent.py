@@ -875,8 +875,17 @@ class AveragesWhatItCallsKeys(PacksItsProjections):
         return q, v, k
 
 
+class AsksWithWhatItCallsKeys(PacksItsProjections):
+    """Exchanges two names throughout: what lies first asks, as torch has it."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, q, v = self.packed(x).chunk(3, -1)
+        return k, q, v
+
+
 def test_what_is_called_keys_is_no_value() -> None:
-    assert [verify(one).verdict for one in (PacksItsProjections, PacksKeysFirst)] == ["equal", "equal"]
+    right = PacksItsProjections, PacksKeysFirst, AsksWithWhatItCallsKeys
+    assert [verify(one).verdict for one in right] == ["equal", "equal", "equal"]
     said = "packed.weight does not hold query, key, value in this order, as the code says"
     assert said in verify(AveragesWhatItCallsKeys).reason
 

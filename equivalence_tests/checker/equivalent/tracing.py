@@ -75,6 +75,9 @@ class Tracer:
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
         found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)
         grid = (data[0].size(2), data[0].size(3)) if data[0].dim() == 4 else None
+        sides = [x for x in (*self.watched.call.args, *self.watched.call.kwargs.values()) if type(x) is int]
+        if grid is not None and [*grid] == sides[::-1] != sides:
+            raise UnreadError(f"{call.path} is given an image whose rows are as many as its columns should be")
         transposed = self._is_transposed(data[0], found.inner[0], module)
         return replace(found, transposed=transposed, grid=grid if transposed else None)
 

@@ -17,14 +17,15 @@ from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import OF_MASKS, idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import looks_ahead
-from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded
+from equivalence_tests.checker.layers.walk import Walk, is_inside, masks_of, recorded
 from equivalence_tests.checker.mistakes import named_mistake
-from equivalence_tests.checker.parts.kinds import is_torchs
+from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -81,6 +82,9 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     off = switch_off(walk.module, OF_MASKS)
     idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
+    required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
+    for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):
+        walk.skip(WHOLE_MODEL, f"{name} hides no token in any form that was tried")
     read = replace(read, masks=[mask for mask in read.masks if mask not in idle])
     wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
@@ -154,7 +158,9 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
         yield from _judge_stacks(run, ran, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
             paths = [path for path, _ in stacks]
-            yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, paths[-1:]))
+            attending = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
+            last = [path for path in paths if any(is_inside(one, path) for one in attending)][-1:] or attending[:1]
+            yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, last))
 
 
 def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]:

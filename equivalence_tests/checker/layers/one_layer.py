@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,8 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
         said = "it attends along the first axis, though others in its file are built with batch_first=True"
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
-    trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
+    alike = [way for way in ways if sorted(role for _, role in way.plan.roles) == roles]
+    trial, wiring = _followed(walk, alike, layer, walk.busy_in(path))
     _add_fresh_parts(walk, path, trial)
     if (drew := drawing_line(lambda: trial.output(trial.inputs()))) is not None:
         walk.check(f"{label} (two calls)", {"random_in_eval": drew}, path, f"seen in {SEEDS} calls with one input")
@@ -77,13 +78,13 @@ def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:
     return ways if first is None else [first, *(way for way in ways if way is not first)]
 
 
-def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, Wiring]:
+def _followed(walk: Walk, ways: list[Trial], layer: nn.Module, busy: Collection[str] = ()) -> tuple[Trial, Wiring]:
     """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
     read = list[tuple[Trial, Wiring]]()
     atoms = atoms_of(layer)
     contained = {path: walk.adds_residual(layer.get_submodule(path)) for path in atoms}
     for way in ways:
-        read.append((way, read_wiring(way, atoms, contained)))
+        read.append((way, read_wiring(way, atoms, contained, busy)))
         if not (read[-1][1].mistakes or read[-1][1].unread):
             break
     return min(read, key=lambda item: _doubts(item[1]))

@@ -296,3 +296,57 @@ def test_a_block_that_an_option_makes_one_of_a_decoder_is_checked_as_both() -> N
     report = verify(LosesItsResidual)
     assert (report.verdict, report.mistakes) == ("deviates", ("residual_missing",))
     assert "built with cross_attention=True" in report.findings[0].evidence
+
+
+class Translates(nn.Module):
+    """Is told which tokens of the source are none; True says that it is one, and it may insist on its lengths."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(vocab_size, d_model), nn.Embedding(vocab_size, d_model)
+        self.places = nn.Parameter(torch.randn(1, 64, d_model))
+        self.transformer = nn.Transformer(d_model, nhead, 2, 2, 2 * d_model, batch_first=True)
+        self.output = nn.Linear(d_model, vocab_size)
+
+    def placed(self, x: Tensor) -> Tensor:
+        return x + self.places[:, : x.size(1)]
+
+    def forward(self, source: Tensor, source_valid_mask: Tensor, target: Tensor) -> Tensor:
+        hidden = self.transformer(
+            self.placed(self.source(source)),
+            self.placed(self.target(target)),
+            tgt_mask=torch.ones(target.size(1), target.size(1), dtype=torch.bool).triu(1),
+            src_key_padding_mask=~source_valid_mask,
+            memory_key_padding_mask=self.of_the_memory(source_valid_mask),
+        )
+        return self.output(hidden)
+
+    def of_the_memory(self, valid: Tensor) -> Tensor:
+        return ~valid
+
+
+class HidesTheMemory(Translates):
+    def of_the_memory(self, valid: Tensor) -> Tensor:
+        return valid
+
+
+class OfTwoSamples(Translates):
+    def of_the_memory(self, valid: Tensor) -> Tensor:
+        assert len(valid) < 3, "no more than two samples"
+        return ~valid
+
+
+def test_a_mask_that_is_required_is_of_as_many_samples_as_the_tokens() -> None:
+    assert verify(Translates).verdict == "equal"
+
+
+def test_a_mask_that_hides_all_in_one_attention_is_never_equal() -> None:
+    report = verify(HidesTheMemory)
+    assert report.verdict == "unchecked", str(report)
+    assert "source_valid_mask hides no token in any form that was tried" in " ".join(str(report).split())
+
+
+def test_code_that_asserts_in_a_further_call_is_said_to() -> None:
+    report = verify(OfTwoSamples)
+    assert report.verdict == "unchecked", str(report)
+    assert "it cannot be called again (AssertionError: no more than two samples" in " ".join(str(report).split())

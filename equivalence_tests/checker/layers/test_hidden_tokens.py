@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
 
 TEXT = """
@@ -112,3 +114,71 @@ def test_sasrec_adds_what_is_normalised(tmp_path: Path) -> None:
     said = report_on(normed.replace("class EncoderLayer", "class SASRecLayer"), "SASRecLayer", tmp_path)
     assert said.startswith("equal"), said
     assert "SASRecLayer is named after SASRec" in said
+
+
+ITEMS = """
+import numpy as np
+import torch
+from torch import nn
+
+
+class SASRec(nn.Module):
+    def __init__(self, user_num, item_num, args):
+        super().__init__()
+        dim, layers = args.hidden_units, range(args.num_blocks)
+        self.item_emb = nn.Embedding(item_num + 1, dim, padding_idx=0)
+        self.pos_emb = nn.Embedding(args.maxlen + 1, dim)
+        self.norms, self.norms2 = (nn.ModuleList(nn.LayerNorm(dim, eps=1e-8) for _ in layers) for _ in range(2))
+        self.attention = nn.ModuleList(nn.MultiheadAttention(dim, args.num_heads, batch_first=True) for _ in layers)
+        self.fed = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)) for _ in layers)
+        self.last_norm = nn.LayerNorm(dim, eps=1e-8)
+
+    def features(self, log_seqs):
+        seqs = self.item_emb(torch.LongTensor(log_seqs))
+        places = np.tile(np.array(range(log_seqs.shape[1])), [log_seqs.shape[0], 1])
+        seqs += self.pos_emb(torch.LongTensor(places + 1))
+        seqs *= ~torch.BoolTensor(log_seqs.cpu() == 0).unsqueeze(-1)
+        hidden = ~torch.tril(torch.ones(seqs.shape[1], seqs.shape[1], dtype=torch.bool))
+        for norm, attend, norm2, fed in zip(self.norms, self.attention, self.norms2, self.fed):
+            asks = norm(seqs)
+            seqs = asks + attend(asks, seqs, seqs, attn_mask=hidden)[0]
+            seqs = norm2(seqs)
+            seqs = seqs + fed(seqs)
+        return self.last_norm(seqs)
+
+    def forward(self, user_ids, log_seqs, pos_seqs, neg_seqs):
+        found = self.features(log_seqs)
+        positive, negative = self.item_emb(pos_seqs), self.item_emb(neg_seqs)
+        return (found * positive).sum(dim=-1), (found * negative).sum(dim=-1)
+"""
+OTHERS = (
+    ("class SASRec", "class Recommender", "takes keys or values from another tensor than its queries"),
+    ("attend(asks, seqs, seqs", "attend(seqs, asks, asks", "takes keys or values from another tensor"),
+    ("asks = norm(seqs)", "asks = norm(seqs) + seqs", "not"),
+    ("places + 1", "places[:, ::-1] + 1", "a tensor takes part that is neither an argument"),
+    ("attn_mask=hidden", "attn_mask=None", "Earlier outputs of the decoder change when a later target token does"),
+)
+
+
+def test_items_may_be_numbered_by_numpy_and_only_what_asks_be_normed(tmp_path: Path) -> None:
+    said = report_on(ITEMS, "SASRec", tmp_path)
+    assert said.startswith("equal"), said
+    assert "what asks alone is normed, as SASRec has it" in said
+    assert "the tokens that are hidden are set to 0: the id 0 says" in said
+
+
+def test_old_constructors_are_types_while_they_are_seen() -> None:
+    with seen_constructors():
+        assert torch.equal(torch.LongTensor([1]), torch.tensor([1]))
+        assert isinstance(torch.LongTensor(torch.ones(1).long()), torch.LongTensor)
+        assert not isinstance(torch.ones(1), torch.LongTensor)
+        assert torch.ones(1).type(torch.LongTensor).dtype == torch.long  # type: ignore[call-overload]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("old", "new", "words"), OTHERS, ids=[new for _, new, _ in OTHERS])
+def test_other_recommenders_are_not_passed_over(old: str, new: str, words: str, tmp_path: Path) -> None:
+    assert old in ITEMS
+    said = report_on(ITEMS.replace(old, new), "Recommender" if "Recommender" in new else "SASRec", tmp_path)
+    assert said.startswith(("deviates", "unchecked")), said
+    assert words in said

@@ -68,6 +68,63 @@ def test_other_residuals_and_other_tokens_are_not_passed_over(old: str, new: str
     assert said.startswith(("deviates", "unchecked")), said
 
 
+NORMED = """
+import torch
+from torch import nn
+
+
+class Fed(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down, self.shortcut = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), nn.Linear(dim, dim)
+        self.inner = nn.LayerNorm(dim)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.inner(x)))) + self.shortcut(x)
+
+
+class Meet(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.attn, self.ff = nn.MultiheadAttention(dim, heads, batch_first=True), Fed(dim)
+        self.norm, self.norm_told, self.norm_ff = (nn.LayerNorm(dim) for _ in range(3))
+
+    def forward(self, ask, told=None):
+        asks = self.norm(ask)
+        told = asks if told is None else self.norm_told(told)
+        h = ask + self.attn(asks, told, told)[0]
+        return h + self.ff(self.norm_ff(h))
+
+
+class Induced(nn.Module):
+    def __init__(self, dim, heads, points=6):
+        super().__init__()
+        self.first, self.second = Meet(dim, heads), Meet(dim, heads)
+        self.points = nn.Parameter(torch.randn(1, points, dim))
+
+    def forward(self, x):
+        return self.second(x, self.first(self.points.expand(len(x), -1, -1), x))
+"""
+
+
+def test_a_norm_that_only_the_whole_calls_is_not_missed_and_a_shortcut_is_known_by_its_name(tmp_path: Path) -> None:
+    said = report_on(NORMED, "Induced", tmp_path)
+    assert said.startswith("equal"), said
+    assert "the sub-module first.ff.shortcut, by its name" in said
+
+
+def test_a_norm_that_the_whole_does_not_call_is_missed(tmp_path: Path) -> None:
+    said = report_on(NORMED.replace("self.norm_told(told)", "told"), "Induced", tmp_path)
+    assert said.startswith("deviates"), said
+    assert "never called, or its result is not used: norm_told" in said
+
+
+def test_a_matrix_beside_a_feed_forward_is_no_shortcut_by_any_name(tmp_path: Path) -> None:
+    said = report_on(NORMED.replace("shortcut", "other"), "Induced", tmp_path)
+    assert said.startswith("unchecked"), said
+    assert "stand side by side" in said
+
+
 LATENTS = """
 import torch
 from torch import nn

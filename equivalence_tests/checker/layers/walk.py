@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from equivalence_tests.checker.engine.conventions import modules_around
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
@@ -75,6 +77,16 @@ class Walk:
         """The calls of its sub-modules, in the order in which they begin."""
         return [] if self.ran is None else [call for call in self.ran.recorder.calls if call.path]
 
+    @cached_property
+    def idle(self) -> set[str]:
+        """The sub-modules that take no part in the run of the whole."""
+        return set() if self.ran is None else idle_modules(self.ran, self.module)
+
+    def busy_in(self, path: str) -> set[str]:
+        """Name the sub-modules of a part that take part in the run of the whole."""
+        inside = dict(self.module.get_submodule(path).named_modules()) if self.ran is not None and path else {}
+        return {name for name in inside if name and f"{path}.{name}" not in self.idle}
+
     def is_normed(self, path: str) -> bool:
         """Whether what a part is given comes right out of a norm."""
         given = [call.inputs[0] for call in self.calls if call.path == path and call.inputs]
@@ -82,16 +94,10 @@ class Walk:
         made = [x for one in norms for x in one.outputs]
         return any(x is y for x in given for y in made)
 
-    def called_from_outside(self, path: str) -> str:
-        """Say what of a part is called while the part itself does not run; "" for nothing."""
-        spans = [(call.first, call.end) for call in self.calls if call.path == path]
-        inside = (call for call in self.calls if is_inside(call.path, path))
-        outside = {one.path for one in inside if not any(first <= one.first < end for first, end in spans)}
-        parts, called = atoms_of(self.module.get_submodule(path)), {one.path for one in self.calls}
-        norms = [f"{path}.{name}" for name, kind in parts.items() if kind == "layer_norm"]
-        if not called.issuperset(norms):
-            return ""
-        return next((f"{one} is called where {path} itself does not run" for one in norms if one in outside), "")
+    def with_norms(self, path: str) -> str:
+        """Say that all norms of a part take part in the run of the whole, whatever a call of its own leaves out."""
+        norms = [name for name, kind in atoms_of(self.module.get_submodule(path)).items() if kind == "layer_norm"]
+        return f"{norms[-1]} takes part where {path} is called" if norms and self.busy_in(path) >= {*norms} else ""
 
     def skip(self, name: str, reason: str) -> None:
         """Say what could not be looked at."""

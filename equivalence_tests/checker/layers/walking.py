@@ -156,7 +156,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
     if run is not None:
         _watch(walk, run)
     layers = _add_all_parts(walk)
-    of_model = kind_of("model", module) not in EXAMINED and module not in layers
+    of_ids = run is not None and run.kind == "ids"  # whatever it holds its attentions and feed-forwards in
+    of_model = kind_of("model", module) not in EXAMINED and (of_ids or module not in layers)
     if run is None and (of_model or (mistakes and _is_lost(walk))):
         say_that_it_does_not_run(walk, errors, mistakes)
     elif run is not None and of_model:
@@ -364,8 +365,8 @@ def _concluded(walk: Walk, subject: Subject) -> Report:
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
-    outside = walk.called_from_outside(path)
-    own |= {"norm_never_used": outside} if outside else {}
+    normed = walk.with_norms(path)
+    own |= {"norm_never_used": normed} if normed else {}
     own |= {RESIDUAL: OF_LAYER} if is_attention_alone(child) and not walk.is_normed(path) else {}
     own |= {"position_timescale_of_tensor2tensor": OF_TIME} if TIME.search(path) else {}
     adapter = walk.adapter_of(child, {**own, **walk.intended})
@@ -381,7 +382,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         part = _held(walk, path) if path in walk.watched and not part.suspected else part
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
-    part.intended = [one for one in part.intended if not outside or one.reason != outside]  # nothing is amiss
+    part.intended = [one for one in part.intended if not normed or one.reason != normed]  # nothing is amiss
     walk.parts[mark_of(child)] = part
     _add_part(walk, path, part)
     torch.set_default_dtype(torch.float64)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.paths = {path for path, _ in self.module.named_modules()}
-        self.sums, self.hidden = Sums(self.labels, self.paths), Hidden(self.hides)
+        self.sums, self.hidden = Sums(self.labels, self.paths, type(self.module).__name__), Hidden(self.hides)
 
     def given(self, name: str, x: Tensor) -> None:
         """Follow a tensor from here on, unless it is a mask or angles; two of one name are one and the same."""
@@ -127,13 +127,16 @@ class Parts:
         self.calls[path].add(label)
         module = self.module.get_submodule(path) if path in self.paths else None
         first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
+        owner = type(self.module.get_submodule(path.rpartition(".")[0] if module is not None else "")).__name__
+        if kind == "embedding" and self.sums.inverted(path, data[0], owner):
+            data = [replace(data[0], places=torch.zeros_like(data[0].places))]
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         second = first or isinstance(module, nn.modules.batchnorm._BatchNorm)
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         ordered = lies_in_order if kind == "attention" else lies_whole
-        if kind in IN_ORDER and not all(map(ordered, taken)):
+        if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.watching import ModuleCall, Recorder, Slot
+from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.constructors import LISTS, constructor, made_of, own_lines, reached
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.texts import Code, arguments_text
@@ -221,18 +221,22 @@ class WholeWriter:
             self.tables.add(path)
         return f"self{self._reached(scope.path, path)}"
 
-    def _operand(self, scope: Scope, one: Slot, other: Slot) -> str:
-        """Write what an operation takes; what was made outside of torch's functions is known if it hides the future."""
-        x = one.value
-        known = id(one.tensor) in scope.names or id(one.tensor) in self.owned
-        if known or x.dtype != torch.bool or x.dim() != 2 or not torch.equal(x, torch.ones_like(x).triu(1)):
-            return self._name(scope, one.tensor)
-        rows, columns = (scope.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
-        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
+    def _operand(self, scope: Scope, tensor: Tensor, x: Tensor, later: Tensor) -> str:
+        """Write what is taken; where torch did not make it, by its numbers: a triangle, or places that are counted."""
+        known = id(tensor) in scope.names or id(tensor) in self.owned
+        if not known and x.dim() == later.dim() == 2 and x.dtype == later.dtype:
+            rows, columns = (scope.written(a, b) for a, b in zip(x.shape, later.shape, strict=True))
+            if x.dtype == torch.bool and torch.equal(x, torch.ones_like(x).triu(1)):
+                return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.device}).triu(1)"
+            first, in_order = int(x[0, 0]), (y == first + torch.arange(y.size(1)) for y in (x, later))
+            if x.dtype == torch.long and all(map(torch.all, in_order)):
+                return f"({first} + torch.arange({columns}, device={scope.device})).expand({rows}, {columns})"
+        return self._name(scope, tensor)
 
     def _add_operations(self, scope: Scope, start: int, end: int) -> None:
         for one, other in self.operations[start:end]:
-            names = [self._operand(scope, *slots) for slots in zip(one.inputs, other.inputs, strict=True)]
+            pairs = zip(one.inputs, other.inputs, strict=True)
+            names = [self._operand(scope, x.tensor, x.value, later.value) for x, later in pairs]
             scope.add_operation(one, other, names)
 
     def _add_call(self, scope: Scope, number: int) -> None:
@@ -274,7 +278,7 @@ class WholeWriter:
 
         def leaf(x: Any, y: Any) -> Any:
             if isinstance(x, Tensor):
-                takes.append(self._name(scope, x))
+                takes.append(self._operand(scope, x, x, y))
                 return Code(takes[-1])
             return scope.written(x, y)
 
@@ -284,7 +288,7 @@ class WholeWriter:
             args, kwargs = tree_unflatten([leaf(x, y) for x, y in zip(flat, again, strict=True)], spec)
         else:  # its class is written anew, and takes tensors and sizes alone
             given, later = (bound(module, one.args, one.kwargs) for one in (call, other))
-            kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
+            kwargs = {name: leaf(x, later[name]) for name, x in given.items() if isinstance(x, Tensor)}
             kwargs |= {name: [leaf(y, y) for y in x] for name, x in given.items() if _holds_tensors(x)}
             first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
             if taken:

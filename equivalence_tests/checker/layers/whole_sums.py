@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Made,
     Terms,
     Value,
+    is_turned,
     keeps_rows,
     lies_in_order,
 )
@@ -24,6 +26,7 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 ROLES = "queries", "keys", "values"
 GIVEN = ("given", "embedding", "table", "positions", "added")
+SHORTCUT = re.compile("shortcut|skip", re.IGNORECASE)
 EXEMPT = (*GIVEN, "activation", "product", "piece", "pool", "softmax", "tokens")
 
 
@@ -32,11 +35,13 @@ class Sums:
     """Asks of each sum that a part takes whether it is the stream of tokens."""
 
     labels: Labels  # what the parts made
-    paths: set[str]
+    paths: set[str]  # of the sub-modules
+    name: str  # of the class of the whole
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
     mixing: set[str] = field(default_factory=set)  # the convolutions between sub-layers
+    inverts: bool = False  # whether features were taken for tokens
     put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
 
     def used(self, value: Value, by: str) -> None:
@@ -92,7 +97,7 @@ class Sums:
                         self._stands_alone(made)
                 if len(rest) > 1:
                     words = f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side"
-                    self.say(words, "parallel", self._one_norm(rest, start))
+                    self.say(words, "parallel", self._one_norm(rest, start) or self._shortcut(rest))
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
@@ -106,10 +111,24 @@ class Sums:
         norms = [{x for x in one if self.labels.made[x].kind == "layer_norm"} for one in behind]
         return "one norm serves them all" if len(norms[0]) == 1 and all(x == norms[0] for x in norms) else ""
 
+    def _shortcut(self, labels: Sequence[str]) -> str:
+        """Say that one of two is a matrix that is called a shortcut; "" where none is."""
+        named = [made.words for made in map(self.labels.made.__getitem__, labels) if made.kind == "linear"]
+        found = next(filter(SHORTCUT.search, named), "") if len(labels) == 2 else ""
+        return f"the sub-module {found}, by its name" if found else ""
+
     def _stands_alone(self, made: Made) -> None:
         """A matrix, or a norm, that is a sublayer by itself."""
         own = made.kind != "layer_norm" and made.words in self.paths
         self.say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
+
+    def inverted(self, path: str, value: Value, owner: str) -> bool:
+        """Note that a matrix makes one token of what all tokens hold of one feature, as in an iTransformer."""
+        if turned := is_turned(value.places):
+            said = re.search("inverted|itransformer", f"{self.name} {owner}", re.IGNORECASE)
+            self.say(f"{path} takes features for tokens", "project", f"the name {said.group()}" if said else "")
+            self.inverts = True
+        return turned
 
     def is_beside_a_norm(self, path: str, value: Value) -> bool:
         """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
@@ -129,9 +148,16 @@ class Sums:
         for other in others:
             apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
             if not apart and not other.is_same(query):
-                self.say(f"{path} takes keys or values from another tensor than its queries", "project")
+                said = self._as_in_sasrec(query, other)
+                self.say(f"{path} takes keys or values from another tensor than its queries", "project", said)
         if len(others) > 1 and not others[0].is_same(others[1]):
             self.say(f"{path} takes values from another tensor than its keys", "project")
+
+    def _as_in_sasrec(self, query: Value, other: Value) -> str:
+        """Say that the queries are the norm of what the keys are, in a class whose name says it; "" elsewhere."""
+        made = self.labels.made.get(query.only)
+        normed = made is not None and made.kind == "layer_norm" and made.inputs[0].terms == other.terms
+        return "what asks alone is normed, as SASRec has it" if normed and "sasrec" in self.name.lower() else ""
 
     def _say_where_positions_are_added(self, path: str, named: Sequence[Sequence[str]], frames: Frames) -> None:
         names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -177,7 +203,8 @@ class Sums:
     def come_back(self, value: Value) -> None:
         """Ask of what comes back whether it is the stream of tokens, in order."""
         self.used(value, "the output")
-        if value.places.dim() and not lies_in_order(value.places):
+        ordered = is_turned if self.inverts else lies_in_order
+        if value.places.dim() and not ordered(value.places):
             self.say("the tokens or features that come back lie in another order", "output")
         for label, _ in value.terms:
             self.labels.users.setdefault(label, set()).add("output")

@@ -17,7 +17,7 @@ from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
 PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | words(
-    "to type_as type float double half bfloat16 long int nan_to_num requires_grad "
+    "to cpu type_as type float double half bfloat16 long int nan_to_num requires_grad "
     "dropout alpha_dropout feature_dropout dropout1d"
 )
 SHAPED = words("view_as reshape_as expand_as type_as to")
@@ -325,6 +325,11 @@ def lies_whole(places: Tensor) -> bool:
 def lies_in_order(places: Tensor) -> bool:
     """Whether along each axis come later tokens, or later features."""
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
+
+
+def is_turned(places: Tensor) -> bool:
+    """Whether the last axis holds the tokens and the one before it the features, both in order."""
+    return places.dim() > 2 and lies_whole(places.mT) and lies_in_order(places.mT)
 
 
 def keeps_rows(operation: Operation) -> bool:

@@ -24,7 +24,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
 )
 from equivalence_tests.checker.equivalent.search import Rest, Search, rest_of_module
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import are_single
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.layers.whole_calls import Calls, bound
@@ -179,7 +179,10 @@ class Whole:
     def _run(self, place: int, masked: bool) -> Run:
         """Run it at the first or the second size, once."""
         if (place, masked) not in self.runs:
-            self.runs[place, masked] = self.calls.recorded(place, masked).run(read=False)
+            ran = ask(partial(self.calls.recorded(place, masked).run, read=False))
+            if ran.value is None:
+                raise not_called_again(ran.error or UnreadError(""))
+            self.runs[place, masked] = ran.value
         return self.runs[place, masked]
 
     def _ways(self) -> Iterator[tuple[bool, Mapping[str, Equivalent]]]:

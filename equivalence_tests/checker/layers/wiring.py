@@ -4,7 +4,7 @@ One forward pass is followed: every value is a sum of what was given, the input 
 gave. The residual stream goes from x to the output. Where it cannot be followed, that is said.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,8 +61,13 @@ class Wiring:
             self.repairs[name] = together(every) if every else None
 
 
-def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
-    """Follow one call of a layer made of atoms, of which some are known to contain their own residual."""
+def read_wiring(
+    trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None], busy: Collection[str] = ()
+) -> Wiring:
+    """Follow one call of a layer made of atoms, of which some are known to contain their own residual.
+
+    Of those that are busy it is known that they take part where the layer stands, whatever this call leaves out.
+    """
     wiring = Wiring()
     run, follower = _followed(trial, {p: "layer" if contained.get(p) else kind for p, kind in atoms.items() if kind})
     try:
@@ -70,7 +75,7 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
         wiring.unread += [step.words for step in steps if not step.evidence]
     except UnreadError as why:
         wiring.unread.append(str(why))
-    idle = idle_modules(run, follower.module)
+    idle = idle_modules(run, follower.module).difference(busy)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
     around = {p: min((x for x in idle if f"{p}.".startswith(f"{x}.")), key=len) for p in atoms if p in idle}
     unused = {p: (atoms[p], assigned_at(follower.module, outermost)) for p, outermost in around.items()}

@@ -65,11 +65,11 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"head|^h$|^nh$", lambda s: s.num_heads),
     (r"(^|_|norm)eps(ilon)?($|_)", lambda s: 1e-5),
     (
-        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers",
+        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers|^[ed]_layers$",
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$",
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$|^(in(put)?|pred(iction)?|label|out(put)?)_?len(gth)?$|^horizon$|look_?back",
         lambda s: MAX_LEN,
     ),
     (
@@ -78,7 +78,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     ),
     (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
     (r"^(image|img)_?shape$", lambda s: (3, IMAGE_SIDE, IMAGE_SIDE)),
-    (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$", lambda s: PATCH_SIDE),
+    (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$|^stride$", lambda s: PATCH_SIDE),
     (RESOLUTION, lambda s: GRID),
     (r"kernel_?(size|width|len(gth)?)?$", lambda s: 3),
     (r"^shift_?(size)?$", lambda s: 0),

@@ -19,7 +19,7 @@ from equivalence_tests.checker.reporting.findings import Exercise
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
 
-OF_SCORES = re.compile(r"scal|multipl|temper|factor|alpha|beta|cap|coef")  # no sizes
+OF_SCORES = re.compile(r"scal|multipl|temper|.factor|factor.|alpha|beta|cap|coef")  # no sizes
 
 SECTION = re.compile(
     r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import Parameter
@@ -16,7 +16,13 @@ from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Si
 from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import POSITION, trials_of
-from equivalence_tests.checker.reach.proposing import compared_by, exact_lengths, parameters_of, ranked
+from equivalence_tests.checker.reach.proposing import (
+    compared_by,
+    exact_lengths,
+    parameters_of,
+    ranked,
+    unread_arguments,
+)
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import TRIED
@@ -118,7 +124,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
     drawn = cache(lambda count: [*_drawn(module, count)])
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
-    items = _items_beside(required) if any(isinstance(m, nn.Embedding) for m in module.modules()) else []
+    embeds = any(isinstance(m, nn.Embedding) for m in module.modules())
+    items = _items_beside(required, unread_arguments(module)) if embeds else []
     for roles in itertools.chain(ways, items, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
@@ -145,8 +152,12 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
         yield {**roles, **dict(zip(others, chosen, strict=True))}
 
 
-def _items_beside(roles: Mapping[str, str]) -> list[dict[str, str]]:
-    """Take all sequences of ids but the first for items that are scored, as recommenders score those of each place."""
+def _items_beside(roles: Mapping[str, str], unread: Collection[str]) -> list[dict[str, str]]:
+    """Take all sequences of ids but the first for items that are scored, as recommenders score those of each place.
+
+    The number of the user, which many hand over, is often read by nothing.
+    """
+    roles = {name: "=None" if name in unread else role for name, role in roles.items()}
     names = [name for name, role in roles.items() if not role]
     items = [name for name in names if ITEMS.search(name.lower())]
     history = [name for name in names if name not in items and HISTORY.search(name.lower())]
@@ -218,7 +229,7 @@ def _arguments(
     arguments: dict[str, Any] = {}
     for name, role in roles.items():
         if role == "mask" and form is not None:
-            may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
+            may_attend = torch.ones(len(source), *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
         elif role == "items":
             items = torch.arange(source.numel()).view_as(source) % 3 + FIRST_ID  # the same whatever the tokens are

@@ -65,7 +65,7 @@ ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
 OF_TOKENS = ("input", "query", "key", "value", "memory")
 IMAGE_SIZES = (("h", "w"), ("height", "width"))
 SWITCH = re.compile(
-    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|(?<!a)head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
+    r"(^|_)mark(_|$)|^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|(?<!a)head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
 ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
@@ -328,7 +328,7 @@ def _role(parameter: inspect.Parameter) -> str:
     if POSITIONS.search(name) and not optional:
         return "=positions"
     if switch:
-        return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
+        return "=None" if re.search("drop|cache|past|mark", name) else "=0" if POSITION.search(name) else "=False"
     if TILE.search(name):
         return "=2"
     if WINDOW.search(name):

@@ -97,6 +97,29 @@ def preserved_global_state() -> Iterator[io.StringIO]:
             put_back(value)
 
 
+class _Constructor(type):
+    """A constructor such as torch.LongTensor, of which a recorder sees what it makes of a tensor."""
+
+    own: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        same = len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype == cls.own.dtype
+        return args[0][...] if same else cls.own(*args, **kwargs)
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.own)
+
+
+@contextlib.contextmanager
+def seen_constructors() -> Iterator[None]:
+    """Let torch's old constructors give a view of the tensor that they are given, which a recorder sees."""
+    with contextlib.ExitStack() as stack:
+        for name in ("LongTensor", "BoolTensor", "FloatTensor", "DoubleTensor"):
+            own = getattr(torch, name)
+            stack.enter_context(mock.patch.object(torch, name, _Constructor(f"torch.{name}", (), {"own": own})))
+        yield
+
+
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Let what is compiled run as it is written.

@@ -294,6 +294,34 @@ def test_a_scale_that_the_checker_chose_is_told() -> None:
     assert "the caller chooses the scale; it was built with temperature = sqrt(head_dim)" in str(verify(OfATemperature))
 
 
+class OfATemperatureBesideWidths(nn.Module):
+    """Multiplies by a number that only its caller knows, and has widths that only its caller knows."""
+
+    def __init__(self, n_head: int, d_asks: int, d_told: int, d_k: int, temp: float) -> None:
+        super().__init__()
+        self.n_head, self.temp = n_head, temp
+        self.q = nn.Linear(d_asks, n_head * d_k)
+        self.k, self.v = nn.Linear(d_told, n_head * d_k), nn.Linear(d_told, n_head * d_k)
+        self.o = nn.Linear(n_head * d_k, d_asks)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = self.q(q), self.k(k), self.v(v)
+        q, k, v = (x.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for x in (q, k, v))
+        return self.o(((q @ k.mT * self.temp).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class OfAWidthForATemperature(OfATemperatureBesideWidths):
+    def __init__(self, n_head: int, d_asks: int, d_told: int, d_k: int) -> None:
+        super().__init__(n_head, d_asks, d_told, d_k, d_asks)
+
+
+def test_a_scale_is_told_from_widths_that_are_the_same_number() -> None:
+    report = verify(OfATemperatureBesideWidths)
+    assert report.verdict == "equal", str(report)
+    assert "the caller chooses the scale; it was built with temp = 1 / sqrt(head_dim)" in str(report)
+    assert "scale_wrong" in verify(OfAWidthForATemperature).mistakes
+
+
 def test_a_number_that_scales_no_scores_excuses_none() -> None:
     assert "scale_missing" in verify(OfAnAlpha).mistakes
 

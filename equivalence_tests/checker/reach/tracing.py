@@ -13,7 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
 
 # What holds nothing else.
-SINGLE = Tensor, int, float, str, type(None), torch.dtype, torch.device, slice, type(...)
+BARE = int, float, str, type(None), torch.dtype, torch.device, slice, type(...)
+SINGLE = (Tensor, *BARE)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -30,7 +31,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     else:  # a container that its library has registered with torch, or something that holds none
         held = [leaf for leaf in tree_leaves(value) if leaf is not value]
     for item in held:
-        yield from tensors_of(item)
+        if not isinstance(item, BARE):  # some code returns its numbers as lists, too
+            yield from tensors_of(item)
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
