@@ -59,6 +59,7 @@ class Program:
     cap: float = 0.0  # of a tanh that holds the scores; 0 if there is none
     gain: Expression | None = None  # what is learnt to multiply the scores of each head by as well
     sink: Expression | None = None  # a score of each head, learnt, that takes a share of every row and goes to no key
+    mask_replaces: bool = False  # whether a mask that is handed over takes the place of what is hidden without one
 
     def __call__(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give what comes back, (batch, tokens, features); a mask is (batch, query_len, key_len), True = may look."""
@@ -101,7 +102,9 @@ class Program:
 
     def _added(self, query: Tensor, key: Tensor, values: Values, may_attend: Tensor | None = None) -> Tensor | None:
         """Give what is added to the scores; None for nothing."""
-        bias = self.bias(query, key.size(-2), values)
+        replaced = self.mask_replaces and may_attend is not None
+        own = replace(self.bias, visible=Visible()) if replaced else self.bias
+        bias = own(query, key.size(-2), values)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
@@ -122,7 +125,8 @@ class Program:
         whole = alike and features == heads * width and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
-        scores = not self.cap and self.gain is self.sink is None and (self.bias.is_none or self.bias.is_causal)
+        hides = not self.mask_replaces and (self.bias.is_none or self.bias.is_causal)
+        scores = not self.cap and self.gain is self.sink is None and hides
         return whole and as_they_are and scores and self.output.around == Attended()
 
     @property

@@ -53,7 +53,7 @@ from equivalence_tests.checker.equivalent.holding import accuse, compare_output,
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
 from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
-from equivalence_tests.checker.mistakes.attention import SCALES
+from equivalence_tests.checker.mistakes.scores import SCALES
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import made_up_for
 from equivalence_tests.checker.reach.construction import asks_for_groups

@@ -152,6 +152,8 @@ class AttentionWriter:
     # ------------------------------------------------------------------------------------------- parts
     def _of_parts(self) -> Iterator[str]:
         program = self.program
+        if program.mask_replaces:
+            raise UnreadError("masks that replace the causal one are not written down")
         yield from self._inward()
         yield from self._kept_tokens()
         for role, one in program.roles:

@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from equivalence_tests.checker.mistakes import attention, offers, parts, wiring
+from equivalence_tests.checker.mistakes import attention, calls, offers, parts, scores, wiring
 from equivalence_tests.checker.mistakes.mistake import Mistake
 from equivalence_tests.checker.reporting.findings import Finding
 
 __all__ = ["MISTAKES", "Mistake", "found_mistake", "named_mistake"]
 
-MISTAKES = {mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS)}
+ROOMS = (scores, attention, calls, offers, parts, wiring)
+MISTAKES = {mistake.name: mistake for room in ROOMS for mistake in room.ROWS}
 
 
 def named_mistake(name: str) -> Mistake:

@@ -311,7 +311,7 @@ class Scores:
                 given = bool(bits & own) or any(name.startswith("arg:") for name in recorder.named(bits))
                 summands = [] if given else self._summands(slot, step.operation.index)
                 if any(self._changes_nothing(step.met_by(x, len(rows)), seen) for x in summands):
-                    yield Departure("bias_without_effect", "bias", step.operation)
+                    yield _idle_bias(step.operation, recorder.parameters(bits))
 
     def _summands(self, slot: Slot, before: int) -> list[Tensor]:
         """What is added to the scores, and what that is the sum of, or was before some of it was filled."""
@@ -411,3 +411,9 @@ class Scores:
             if maker is not None and names is not None:
                 patches[maker.index] = partial(right_weights, part, names, hidden, factor)
         return patches
+
+
+def _idle_bias(operation: Operation, learnt: list[str]) -> Departure:
+    if learnt:
+        return Departure("bias_never_used", "project", operation, {"parameter": learnt[0]})
+    return Departure("bias_without_effect", "bias", operation)
