@@ -25,6 +25,7 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.configs import switched
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks
@@ -177,13 +178,14 @@ def cover_options(covered: Covered, subject: Subject) -> None:
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
     target: Any = type(subject.function)
-    options = list(other_options(target))
-    for name, value in options:
-        more = any(CAUSAL.search(other) and other != name and other in name for other, _ in options)
-        what, causal = f"{name}={value}", value is True and CAUSAL.search(name) and not more
+    options = [(f"{name}={value}", name, value, {name: value}) for name, value in other_options(target)]
+    options += [one for one in switched(subject.function) if not SHOWS.search(one[1])]
+    for what, name, value, given in options:
+        more = any(CAUSAL.search(other) and other != name and other in name for _, other, _, _ in options)
+        causal = value is True and CAUSAL.search(name) and not more
         if what in known or DROPS.search(name) or (causal and (hands_over or not trial.plan.self_attention)):
             continue
-        other = built_alike(target, subject, **{name: value})
+        other = built_alike(target, subject, **given)
         if other is None:
             covered.leave_out(what, f"it could only be built with {getattr(trial.function, name, 'its default')}")
             continue

@@ -24,8 +24,8 @@ from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.fixed import function_at
-from equivalence_tests.checker.reach.model_calls import ModelRun
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.model_calls import AIM, ModelRun
+from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -63,6 +63,20 @@ def add_model(walk: Walk, run: ModelRun) -> None:
     for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
         walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
     walk.report.conventions += list(_model_rows(run))
+    walk.report.coverage += _not_given(walk, run)
+
+
+def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
+    """List what a model may be given beside its tokens and no call gave it; labels change nothing but a loss."""
+    if walk.ran is None:
+        return
+    call = walk.ran.recorder.calls[0]
+    arguments = inspect.signature(walk.module.forward).bind(*call.args, **call.kwargs).arguments
+    given = {name for name, x in arguments.items() if x is not None} | {*run.masks, *unread_arguments(walk.module)}
+    for parameter in parameters_of(walk.module):
+        optional = parameter.default is not parameter.empty and not isinstance(parameter.default, bool)
+        if optional and parameter.name not in given and not AIM.search(parameter.name):
+            yield Exercise(parameter.name, False, "no call gave it")
 
 
 def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:

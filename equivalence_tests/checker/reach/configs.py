@@ -1,6 +1,7 @@
 """The config that a constructor wants: of the same file, of what it imports, or of a file beside it; else imitated."""
 
 import ast
+import copy
 import functools
 import inspect
 import re
@@ -100,6 +101,28 @@ def made_up_for(instance: Any) -> Iterator[Exercise]:
     for config in (x for x in (made.kwargs.values() if made else ()) if isinstance(x, ImitatedConfig)):
         for name, value in config.made_up.items():
             yield Exercise(f"the config's {name}", False, f"nothing says what it is; it was built with {value}")
+
+
+def switched(instance: Any) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:
+    """Give each Boolean that a class reads of its config the other way round.
+
+    Yields:
+        What it is called, its name, its other value, and the argument of the constructor that has it.
+    """
+    target: Any = type(instance)
+    made = TRIED.construction_of(instance) if target.__weakrefoffset__ else None
+    for argument, config in (made.kwargs if made else {}).items():
+        read = names_read(target, argument)
+        held = config.answers if isinstance(config, ImitatedConfig) else _settings(config)
+        for name in (name for name, value in held.items() if isinstance(value, bool) and name in read):
+            other = copy.copy(config)
+            _settings(other)[name] = not held[name]
+            yield f"{argument}.{name}={not held[name]}", name, not held[name], {argument: other}
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Give what a config holds; nothing where it is none."""
+    return config if isinstance(config, dict) else getattr(config, "__dict__", {})
 
 
 METHODS = {"get", "items", "keys", "values", "copy", "pop", "update", "to_dict", "setdefault"}

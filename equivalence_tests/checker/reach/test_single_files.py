@@ -350,3 +350,67 @@ def test_a_frozen_table_and_a_cache_may_be_right(tmp_path: Path) -> None:
     table = FROZEN.replace("torch.arange(d_model) / d_model", "(torch.arange(d_model) // 2) / d_model")
     assert report_on(table, "PositionalEmbedding", tmp_path).startswith("equal")
     assert not report_on(CACHED.replace("FIRST", "start_pos"), "Attention", tmp_path).startswith("deviates")
+
+
+SWITCHED = """
+class Attention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.heads, self.use_rope, width = cfg.n_head, cfg.use_rope, cfg.n_embd // cfg.n_head
+        self.qkv, self.out = nn.Linear(cfg.n_embd, 3 * cfg.n_embd), nn.Linear(cfg.n_embd, cfg.n_embd)
+        if self.use_rope:
+            angles = torch.outer(torch.arange(64.0), 10000.0 ** (-torch.arange(0, width, 2) / width)).repeat(1, 2)
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+
+    def rotated(self, x):
+        first, second = x.chunk(2, -1)
+        return x * self.cos[: x.size(2)] + torch.cat((-second, first), -1) * self.sin[: x.size(2)]
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if self.use_rope:
+            q = self.rotated(q)
+            k = self.rotated(k)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+"""
+FIELDS = """
+class Config:
+    def __init__(self, n_embd=24, n_head=2, use_rope=False):
+        self.n_embd, self.n_head, self.use_rope = n_embd, n_head, use_rope
+"""
+
+
+@pytest.mark.parametrize("config", ["", FIELDS], ids=["imitated", "of the file"])
+@pytest.mark.parametrize("keys", ["self.rotated(k)", "k"])
+def test_a_switch_of_a_config_is_tried_the_other_way_round(tmp_path: Path, config: str, keys: str) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(HEAD + config + SWITCHED.replace("k = self.rotated(k)", f"k = {keys}"))
+    report = verify(f"{file}:Attention")
+    assert report.mistakes == (("rotary_queries",) if keys == "k" else ()), str(report)
+    assert report.verdict == ("deviates" if keys == "k" else "equal"), str(report)
+
+
+KEPT = """
+class Model(nn.Module):
+    def __init__(self, vocab_size=23, d_model=24, n_heads=2):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.norm, self.attn = nn.LayerNorm(d_model), nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, ids, targets=None, start=None):
+        places = torch.arange(ids.size(1)) + (0 if start is None else start - 1)
+        x = self.tokens(ids) + self.places(places)
+        hidden = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
+        y = self.norm(x)
+        logits = self.head(x + self.attn(y, y, y, attn_mask=hidden, need_weights=False)[0])
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def test_what_no_call_gives_a_model_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(HEAD + KEPT)
+    report = verify(f"{file}:Model")
+    assert ([one.what for one in report.not_exercised], report.verdict) == (["start"], "partial"), str(report)
