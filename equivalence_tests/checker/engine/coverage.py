@@ -49,6 +49,8 @@ OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
 NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 # Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
+# What says how something is computed, and not what.
+IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel", re.IGNORECASE)
 MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged
 
 
@@ -232,7 +234,9 @@ def never_asked(finding: Finding) -> bool:
 
 
 def _asked_for(findings: Sequence[Finding], evidence: str) -> tuple[list[Finding], str]:
-    """Those that no option asks for, and the names of the others."""
+    """Those that no option asks for, and the names of the others; one that says how to compute asks for none."""
+    if IMPLEMENTED.search(evidence):
+        return [replace(one, evidence=evidence) for one in findings], ""
     unasked = [one for one in findings if never_asked(one) and not (one.stage == "merge" and MIXING.search(evidence))]
     asked = ", ".join(one.name for one in findings if one not in unasked)
     return [replace(one, evidence=evidence) for one in unasked], asked

@@ -24,8 +24,8 @@ from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.fixed import function_at
-from equivalence_tests.checker.reach.model_calls import AIM, ModelRun
-from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
+from equivalence_tests.checker.reach.model_calls import AIM, LOSS, ModelRun
+from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -70,9 +70,13 @@ def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
     """List what a model may be given beside its tokens and no call gave it; labels change nothing but a loss."""
     if walk.ran is None:
         return
-    call = walk.ran.recorder.calls[0]
+    call, losses = walk.ran.recorder.calls[0], set[str]()
+    for node in nodes_of(type(walk.module)):
+        if isinstance(node, ast.Call) and LOSS.search(ast.unparse(node.func)):
+            losses |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
     arguments = inspect.signature(walk.module.forward).bind(*call.args, **call.kwargs).arguments
     given = {name for name, x in arguments.items() if x is not None} | {*run.masks, *unread_arguments(walk.module)}
+    given |= losses
     for parameter in parameters_of(walk.module):
         optional = parameter.default is not parameter.empty and not isinstance(parameter.default, bool)
         if optional and parameter.name not in given and not AIM.search(parameter.name):

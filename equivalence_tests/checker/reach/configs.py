@@ -111,8 +111,10 @@ def switched(instance: Any) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:
     """
     target: Any = type(instance)
     made = TRIED.construction_of(instance) if target.__weakrefoffset__ else None
+    nodes = nodes_of(target) if made else []
+    read = {x.attr for x in nodes if isinstance(x, ast.Attribute)}
+    read |= {str(x.value) for x in nodes if isinstance(x, ast.Constant)}
     for argument, config in (made.kwargs if made else {}).items():
-        read = names_read(target, argument)
         held = config.answers if isinstance(config, ImitatedConfig) else _settings(config)
         for name in (name for name, value in held.items() if isinstance(value, bool) and name in read):
             other = copy.copy(config)

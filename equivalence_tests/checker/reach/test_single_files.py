@@ -374,6 +374,29 @@ class Attention(nn.Module):
             k = self.rotated(k)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 """
+BY_HAND = """
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.asked = config
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.out = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.asked.n_head, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if self.asked.use_flash:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+            scores = q @ k.mT / math.sqrt(k.size(-1))
+            y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Config:
+    def __init__(self, n_embd=24, n_head=2, use_flash=True):
+        self.n_embd, self.n_head, self.use_flash = n_embd, n_head, use_flash
+"""
 FIELDS = """
 class Config:
     def __init__(self, n_embd=24, n_head=2, use_rope=False):
@@ -391,6 +414,16 @@ def test_a_switch_of_a_config_is_tried_the_other_way_round(tmp_path: Path, confi
     assert report.verdict == ("deviates" if keys == "k" else "equal"), str(report)
 
 
+@pytest.mark.parametrize(("width", "found"), [("k.size(-1)", ()), ("x.size(-1)", ("scale_wrong",))])
+def test_a_switch_between_two_ways_to_compute_asks_for_no_other_numbers(
+    tmp_path: Path, width: str, found: tuple[str, ...]
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(HEAD + BY_HAND.replace("math.sqrt(k.size(-1))", f"math.sqrt({width})"))
+    report = verify(f"{file}:Attention")
+    assert (report.mistakes, report.verdict) == (found, "deviates" if found else "equal"), str(report)
+
+
 KEPT = """
 class Model(nn.Module):
     def __init__(self, vocab_size=23, d_model=24, n_heads=2):
@@ -399,13 +432,13 @@ class Model(nn.Module):
         self.norm, self.attn = nn.LayerNorm(d_model), nn.MultiheadAttention(d_model, n_heads, batch_first=True)
         self.head = nn.Linear(d_model, vocab_size)
 
-    def forward(self, ids, targets=None, start=None):
+    def forward(self, ids, y=None, start=None):
         places = torch.arange(ids.size(1)) + (0 if start is None else start - 1)
         x = self.tokens(ids) + self.places(places)
         hidden = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
-        y = self.norm(x)
-        logits = self.head(x + self.attn(y, y, y, attn_mask=hidden, need_weights=False)[0])
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        z = self.norm(x)
+        logits = self.head(x + self.attn(z, z, z, attn_mask=hidden, need_weights=False)[0])
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
 """
 
 
