@@ -76,7 +76,7 @@ def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
             losses |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
     arguments = inspect.signature(walk.module.forward).bind(*call.args, **call.kwargs).arguments
     given = {name for name, x in arguments.items() if x is not None} | {*run.masks, *unread_arguments(walk.module)}
-    given |= losses
+    given |= losses | {one.what.partition(" of ")[0] for one in walk.report.coverage}
     for parameter in parameters_of(walk.module):
         optional = parameter.default is not parameter.empty and not isinstance(parameter.default, bool)
         if optional and parameter.name not in given and not AIM.search(parameter.name):

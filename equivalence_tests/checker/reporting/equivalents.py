@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -75,11 +75,10 @@ class Equivalent:
         exec(_compiled(self.source), names)  # our own text
         return names
 
-    def in_short(self, said: Collection[str] = ()) -> Group:
-        """Say what torch does not have, but what is said already, and in which calls the numbers are the same."""
+    def in_short(self) -> Group:
+        """Say what torch does not have, and in which calls the numbers are the same."""
         heading = Text("The same in torch", style="bold")
-        steps = [step for step in self.steps if not any(all(part in one for part in step) for one in said)]
-        rows = [f"{words}: {evidence or 'nothing says that it is intended'}" for words, evidence in steps]
+        rows = [f"{words}: {evidence or 'nothing says that it is intended'}" for words, evidence in self.steps]
         exactly = f"to {self.difference:.0e}" if self.difference else "to the last bit"
         calls = f"{len(self.compared)} calls: {', '.join(dict.fromkeys(self.compared))}"
         said = f"equal {exactly} in {calls}; --equivalent prints it" if self.agrees else "it differs"
