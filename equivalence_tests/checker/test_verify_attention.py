@@ -428,14 +428,15 @@ class StacksItsParameters(nn.Module):
 
 
 def test_matrices_with_an_axis_for_the_heads_are_read() -> None:
-    assert verify(StacksItsParameters).verdict == "equal", str(verify(StacksItsParameters))
+    report = verify(StacksItsParameters)
+    assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["h"]), str(report)
 
 
 def test_a_factory_is_what_it_makes() -> None:
     def make_gpt_attention() -> nn.Module:
         return StacksItsParameters(4, 24)
 
-    assert verify(make_gpt_attention).verdict == "equal"
+    assert verify(make_gpt_attention).verdict == "partial"  # nothing says what h is
 
 
 class SubtractsTheScores(ValuesFirst):

@@ -78,7 +78,8 @@ def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
     given = {name for name, x in arguments.items() if x is not None} | {*run.masks, *unread_arguments(walk.module)}
     given |= losses | {one.what.partition(" of ")[0] for one in walk.report.coverage}
     for parameter in parameters_of(walk.module):
-        optional = parameter.default is not parameter.empty and not isinstance(parameter.default, bool)
+        is_switch = isinstance(parameter.default, bool) or "bool" in str(parameter.annotation)
+        optional = parameter.default is not parameter.empty and not is_switch
         if optional and parameter.name not in given and not AIM.search(parameter.name):
             yield Exercise(parameter.name, False, "no call gave it")
 

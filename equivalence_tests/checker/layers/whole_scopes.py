@@ -15,6 +15,9 @@ from equivalence_tests.checker.equivalent.texts import Code, call_text
 from equivalence_tests.checker.equivalent.texts import text as written
 from equivalence_tests.checker.equivalent.unread import UnreadError
 
+# What makes one mask of two: either alone is the whole.
+JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", "bitwise_or")
+
 
 @dataclass
 class Scope:
@@ -83,7 +86,9 @@ class Scope:
             text = call_text(one.function, one.name, args, kwargs)
         hidden = [*dict.fromkeys(name for name in names if name in self.maybe)]
         seen = [name for name in names if name not in self.maybe]
-        if hidden:
+        if len(hidden) == 2 and not seen and one.name in JOINS:
+            text = f"{hidden[1]} if {hidden[0]} is None else {hidden[0]} if {hidden[1]} is None else {text}"
+        elif hidden:
             condition = " or ".join(f"{name} is None" for name in hidden)
             text = f"{self._without(one, seen)} if {condition} else {text}"
         found, again = ([slot.tensor for slot in op.outputs] for op in (one, other))
