@@ -18,7 +18,7 @@ from benchmarks.own import check_own, in_torch, own_takes_part
 from benchmarks.peers import PEERS
 from benchmarks.readme import goals, renewed
 from benchmarks.regressions import change_table, changes_between
-from benchmarks.results import read_rows
+from benchmarks.results import Row, read_rows
 from benchmarks.screen import command_errors, console
 from benchmarks.session import Plan, begun, make_folder, measure, write_report
 from benchmarks.summary import in_sentences, summary
@@ -119,18 +119,23 @@ def run(
         preset, own = _preset(quick, standard, full), _own(implementation, with_equivalent)
         components = _names(component) or (WITH_OWN if own else ())
         counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
-        grids, done = PRESETS[preset], begun(output, resume)
-        if preset == "quick" and not axes["length"]:
-            rates = machine_rates("float32", counts[0], torch.device(devices[0]))
-            grids = tuple(fitted(grids, rates.flops_per_s, done[0].case if done else None))
+        done = begun(output, resume)
+        fits = preset == "quick" and not axes["length"]
+        grids = _fitted(counts[0], devices[0], done) if fits else PRESETS[preset]
         cases = cases_of(_chosen_grids(grids, components, axes), counts, devices)
         cases = cases if component or not own else _taking_part(own, cases)
         chosen = (*_chosen_contenders(contender, preset, devices), *own)
         # What somebody has chosen is measured, however long it takes; unless --quick was typed too.
         in_a_minute = preset == "quick" and (quick or not (component or any(axes.values()) or own))
-        limit_seconds = QUICK_SECONDS if in_a_minute else None
-        plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory), limit_seconds)
+        limit = QUICK_SECONDS if in_a_minute else None
+        plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory), limit)
         raise typer.Exit(measure(plan, done))
+
+
+def _fitted(threads: int, device: str, done: Sequence[Row]) -> tuple[Grid, ...]:
+    """Give the quick grids with lengths that fit this machine, or those of the run that is continued."""
+    rates = machine_rates("float32", threads, torch.device(device))
+    return tuple(fitted(PRESETS["quick"], rates.flops_per_s, done[0].case if done else None))
 
 
 @app.command()

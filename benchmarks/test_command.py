@@ -202,18 +202,23 @@ def test_components_that_a_preset_lacks_get_a_grid(plans: list[Plan], monkeypatc
     assert [(x.component, x.query_len, x.batch) for x in plans[0].cases] == [("attention", 64, 3), ("generate", 512, 3)]
 
 
-def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    run_case = running.run_case
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths that are measured; the second case is interrupted, 0, when it is measured first."""
+    found, run_case = list[int](), running.run_case
 
     def interrupted(case: Case, chosen: Sequence[str], seconds: float) -> list[Row]:
-        if len(measured) == 1:
-            measured.append(0)
+        if len(found) == 1:
+            found.append(0)
             raise KeyboardInterrupt
-        measured.append(case.query_len)
+        found.append(case.query_len)
         return run_case(case, chosen, seconds)
 
     monkeypatch.setattr(children, "run_case", interrupted)
+    return found
+
+
+def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, measured: list[int]) -> None:
     arguments = [*ONE, "--length", "3,5,7", "--output", str(tmp_path)]
     first = invoke(*arguments)
     assert first.exit_code == 130

@@ -126,15 +126,17 @@ class Seq2SeqTransformer(nn.Module):
         self.src_embedding = nn.Embedding(src_vocab_size, d_model, **factory)
         self.tgt_embedding = nn.Embedding(tgt_vocab_size, d_model, **factory)
         self.positional_encoding = PositionalEncoding(d_model, max_len, dropout, positional, **factory)
-        # Without nested tensors, which the encoder that Transformer builds by itself would use, or warn about.
         encoder_norm = nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **factory)
-        encoder_layer = self.layer_class(d_model, nhead, **arguments)
-        encoder = self.encoder_class(encoder_layer, num_encoder_layers, encoder_norm, enable_nested_tensor=False)
+        encoder = self._encoder(self.layer_class(d_model, nhead, **arguments), num_encoder_layers, encoder_norm)
         self.transformer = self.transformer_class(
             d_model, nhead, num_decoder_layers=num_decoder_layers, custom_encoder=encoder, **arguments
         )
         self.projection = nn.Linear(d_model, tgt_vocab_size, bias=False, **factory)
         self._reset_embeddings(scale_embeddings, tie_weights)
+
+    def _encoder(self, layer: nn.Module, num_layers: int, norm: nn.Module) -> nn.Module:
+        """Without nested tensors, which the encoder that Transformer builds by itself would use, or warn about."""
+        return self.encoder_class(layer, num_layers, norm, enable_nested_tensor=False)
 
     def _reset_embeddings(self, scale_embeddings: bool, tie_weights: bool) -> None:
         if tie_weights:

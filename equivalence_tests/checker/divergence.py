@@ -17,11 +17,17 @@ from scratch.validation import ArgumentValueError
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first sub-module that differs when fed equal input."""
+    """The first sub-module that differs when fed equal input.
 
-    path: str  # of the sub-module; "" for the model itself
-    direction: str  # "forward" or "backward"
-    comparison: Comparison  # both values at the worst element, and by how much they differ
+    Args:
+        path: Of the sub-module; "" for the model itself.
+        direction: "forward" or "backward".
+        comparison: Both values at the worst element, and by how much they differ.
+    """
+
+    path: str
+    direction: str
+    comparison: Comparison
 
     def __str__(self) -> str:
         return f"{self.path or 'the model itself'} differs in {self.direction}: {self.comparison}"

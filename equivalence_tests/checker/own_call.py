@@ -50,24 +50,31 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
         except Exception as error:  # the user's code may raise anything
             last = said(error) + raised_at(error)
             continue
-        module = getattr(ready, "__self__", None)  # of a method
-        module = module if isinstance(module, nn.Module) else None
-        call, alike = Call(ready, given_args, given_kwargs, module), dict[Any, Report | None]()
-        found = diagnose_call(call, name=name, intended=dict(intended))
-        found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
-        scripted = dict(_scripted(module or ready))
-        compared = list(_compared(scripted, name, intended))
-        found += [report for report in compared if report.verdict == "partial"] if found else compared
-        if not found and scripted:
-            raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
-        if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
-            found = [_part(ready, given_args, given_kwargs, name, intended)]
-        if not found:
-            raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
-        unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
-        found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
-        return found
+        return _judged(ready, given_args, given_kwargs, name, intended)
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _judged(
+    ready: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, intended: Mapping[str, str]
+) -> list[Report]:
+    """Judge the attentions of a call that runs, those in TorchScript by what comes back; else a part that it may be."""
+    module = getattr(ready, "__self__", None)  # of a method
+    module = module if isinstance(module, nn.Module) else None
+    alike = dict[Any, Report | None]()
+    found = diagnose_call(Call(ready, args, kwargs, module), name=name, intended=dict(intended))
+    found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
+    scripted = dict(_scripted(module or ready))
+    compared = list(_compared(scripted, name, intended))
+    found += [report for report in compared if report.verdict == "partial"] if found else compared
+    if not found and scripted:
+        raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
+    if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
+        found = [_part(ready, args, kwargs, name, intended)]
+    if not found:
+        raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
+    unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
+    found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
+    return found
 
 
 def _called_otherwise(

@@ -105,7 +105,7 @@ class _Script:
 
     def _code(self, value: Any) -> Any:
         """Give what can be written down of a value; ``...`` where nothing can."""
-        made = TRIED.construction_of(value) if type(value).__weakrefoffset__ else None
+        made = TRIED.construction_of(value)
         if isinstance(value, Tensor):
             return Code(_tensor(value))
         if isinstance(value, ImitatedConfig):

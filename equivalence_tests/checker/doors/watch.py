@@ -29,11 +29,17 @@ from equivalence_tests.checker.verify import verify, without
 
 @dataclass(repr=False)
 class Watched(Shown):
-    """What was called while watching."""
+    """What was called while watching.
 
-    intended: Mapping[str, str] = field(default_factory=dict)  # as in ``verify``
+    Args:
+        intended: As in ``verify``.
+        calls: The first call of each module, and of each function that computes an attention.
+        notes: What was not kept, and why.
+    """
+
+    intended: Mapping[str, str] = field(default_factory=dict)
     calls: list[WatchedCall] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was not kept, and why
+    notes: list[str] = field(default_factory=list)
 
     @cached_property
     def reports(self) -> list[Report]:

@@ -41,8 +41,8 @@ class Covered:
     def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
         """Look at one more call, and say whether it ran.
 
-        Where the code may raise, ``failed`` is told what it says; elsewhere that is a mistake, unless the code says
-        itself that it does not do this.
+        Where the code may raise, ``failed`` is called with the message; elsewhere raising is a mistake, unless the
+        code itself refuses.
         """
         answer = ask(look)
         if answer.error is None:

@@ -35,7 +35,6 @@ class _Written(Values):
         return self.writer.parameter(name)
 
     def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
-        assert self.writer is not None
         return Text(f"self.{self.writer.sub_module(path)}({arguments_text(given, numbers)})", self.writer)
 
 

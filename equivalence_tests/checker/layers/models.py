@@ -68,20 +68,24 @@ def add_model(walk: Walk, run: ModelRun) -> None:
 
 def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
     """List what a model may be given beside its tokens and no call gave it; labels change nothing but a loss."""
-    if walk.ran is None:
-        return
-    call, losses = walk.ran.recorder.calls[0], set[str]()
-    for node in nodes_of(type(walk.module)):
-        if isinstance(node, ast.Call) and LOSS.search(ast.unparse(node.func)):
-            losses |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
-    arguments = inspect.signature(walk.module.forward).bind(*call.args, **call.kwargs).arguments
-    given = {name for name, x in arguments.items() if x is not None} | {*run.masks, *unread_arguments(walk.module)}
-    given |= losses | {one.what.partition(" of ")[0] for one in walk.report.coverage}
-    for parameter in parameters_of(walk.module):
+    module = walk.module
+    given = {*run.masks, *unread_arguments(module), *_taken_by_losses(module)}
+    given |= {one.what.partition(" of ")[0] for one in walk.report.coverage}
+    for call in [] if walk.ran is None else walk.ran.recorder.calls[:1]:
+        arguments = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
+        given |= {name for name, x in arguments.items() if x is not None}
+    for parameter in parameters_of(module):
         is_switch = isinstance(parameter.default, bool) or "bool" in str(parameter.annotation)
         optional = parameter.default is not parameter.empty and not is_switch
         if optional and parameter.name not in given and not AIM.search(parameter.name):
             yield Exercise(parameter.name, False, "no call gave it")
+
+
+def _taken_by_losses(module: nn.Module) -> set[str]:
+    """Name the variables that the losses of a class take."""
+    calls = (node for node in nodes_of(type(module)) if isinstance(node, ast.Call))
+    losses = (node for node in calls if LOSS.search(ast.unparse(node.func)))
+    return {x.id for node in losses for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:

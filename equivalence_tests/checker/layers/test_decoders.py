@@ -299,7 +299,7 @@ def test_a_block_that_an_option_makes_one_of_a_decoder_is_checked_as_both() -> N
 
 
 class Translates(nn.Module):
-    """Is told which tokens of the source are none; True says that it is one, and it may insist on its lengths."""
+    """Takes a mask of the source in which True marks a token, and may insist on its lengths."""
 
     def __init__(self, vocab_size: int, d_model: int, nhead: int) -> None:
         super().__init__()

@@ -6,7 +6,19 @@ import pytest
 
 from equivalence_tests.checker.verify import verify
 
-TEXT = """
+INDUCED = """
+
+class Induced(nn.Module):
+    def __init__(self, dim, heads, points=6):
+        super().__init__()
+        self.first, self.second = Meet(dim, heads), Meet(dim, heads)
+        self.points = nn.Parameter(torch.randn(1, points, dim))
+
+    def forward(self, x):
+        return self.second(x, self.first(self.points.expand(len(x), -1, -1), x))
+"""
+TEXT = (
+    """
 import torch
 from torch import nn
 
@@ -27,16 +39,9 @@ class Meet(nn.Module):
         h = ask + self.o(a.transpose(1, 2).flatten(2))
         return h + self.ff(h)
 
-
-class Induced(nn.Module):
-    def __init__(self, dim, heads, points=6):
-        super().__init__()
-        self.first, self.second = Meet(dim, heads), Meet(dim, heads)
-        self.points = nn.Parameter(torch.randn(1, points, dim))
-
-    def forward(self, x):
-        return self.second(x, self.first(self.points.expand(len(x), -1, -1), x))
 """
+    + INDUCED
+)
 WRONG = (
     ("return h + self.ff(h)", "return ask + self.ff(h)"),
     ("return h + self.ff(h)", "return h + self.ff(ask)"),
@@ -68,7 +73,8 @@ def test_other_residuals_and_other_tokens_are_not_passed_over(old: str, new: str
     assert said.startswith(("deviates", "unchecked")), said
 
 
-NORMED = """
+NORMED = (
+    """
 import torch
 from torch import nn
 
@@ -95,16 +101,9 @@ class Meet(nn.Module):
         h = ask + self.attn(asks, told, told)[0]
         return h + self.ff(self.norm_ff(h))
 
-
-class Induced(nn.Module):
-    def __init__(self, dim, heads, points=6):
-        super().__init__()
-        self.first, self.second = Meet(dim, heads), Meet(dim, heads)
-        self.points = nn.Parameter(torch.randn(1, points, dim))
-
-    def forward(self, x):
-        return self.second(x, self.first(self.points.expand(len(x), -1, -1), x))
 """
+    + INDUCED
+)
 
 
 def test_a_norm_that_only_the_whole_calls_is_not_missed_and_a_shortcut_is_known_by_its_name(tmp_path: Path) -> None:

@@ -133,16 +133,19 @@ class Parts:
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
-        second = first or isinstance(module, nn.modules.batchnorm._BatchNorm)
-        taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
-        ordered = lies_in_order if kind == "attention" else lies_whole
-        if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
-            self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
+        self._in_order(kind, path, data, first or isinstance(module, nn.modules.batchnorm._BatchNorm))
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))
         if kind in ("positions", "layer"):
             self.labels.streams.add(((label, 1.0),))
+
+    def _in_order(self, kind: str, path: str, data: list[Value], second: bool) -> None:
+        """What a part is given lies in order; its features may be the second axis."""
+        taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
+        ordered = lies_in_order if kind == "attention" else lies_whole
+        if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
+            self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from equivalence_tests.checker.reach.arguments import AMBIGUOUS, CONFIG, Sizes, first_match, value_for
+from equivalence_tests.checker.reach.fixed import assigned_in
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
 from equivalence_tests.checker.reach.tried import TRIED
@@ -97,7 +98,7 @@ class ImitatedConfig:
 
 def made_up_for(instance: Any) -> Iterator[Exercise]:
     """List what an instance was built with of which nothing says what it is: a window, a number of neighbours."""
-    made = TRIED.construction_of(instance) if type(instance).__weakrefoffset__ else None
+    made = TRIED.construction_of(instance)
     for config in (x for x in (made.kwargs.values() if made else ()) if isinstance(x, ImitatedConfig)):
         for name, value in config.made_up.items():
             yield Exercise(f"the config's {name}", False, f"nothing says what it is; it was built with {value}")
@@ -110,11 +111,9 @@ def switched(instance: Any) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:
         What it is called, its name, its other value, and the argument of the constructor that has it.
     """
     target: Any = type(instance)
-    made = TRIED.construction_of(instance) if target.__weakrefoffset__ else None
-    nodes = nodes_of(target) if made else []
-    read = {x.attr for x in nodes if isinstance(x, ast.Attribute)}
-    read |= {str(x.value) for x in nodes if isinstance(x, ast.Constant)}
+    made = TRIED.construction_of(instance)
     for argument, config in (made.kwargs if made else {}).items():
+        read = names_read(target, argument)
         held = config.answers if isinstance(config, ImitatedConfig) else _settings(config)
         for name in (name for name, value in held.items() if isinstance(value, bool) and name in read):
             other = copy.copy(config)
@@ -138,15 +137,20 @@ def is_config(target: Any, parameter: inspect.Parameter) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def names_read(target: Any, argument: str) -> frozenset[str]:
-    """Name what a class reads of an argument of its constructor: ``conf.n_head``, ``conf["n_embd"]``."""
-    read = set()
-    for node in nodes_of(target):
+    """Name what a class reads of an argument of its constructor, and of the attribute that keeps it.
+
+    That is ``conf.n_head`` and ``conf["n_embd"]``, and after ``self.c = conf`` also ``self.c.n_head``.
+    """
+    read, nodes = set(), nodes_of(target)
+    kept = (pair for node in nodes for pair in assigned_in(node))
+    owners = {getattr(place, "attr", "") for place, x in kept if getattr(x, "id", "") == argument} | {argument}
+    for node in nodes:
         match node:
-            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name) if owner == argument:
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name) if owner in owners:
                 read.add(name)
             case ast.Subscript(
                 value=ast.Name(id=owner) | ast.Attribute(attr=owner), slice=ast.Constant(value=str(name))
-            ) if owner == argument:
+            ) if owner in owners:
                 read.add(name)
     return frozenset(read - METHODS)
 

@@ -79,7 +79,6 @@ class Crashes:
         """Begin anew, for another check."""
         self._met: dict[tuple[str, int, str], Crash | None] = {}
         self.misnamed: list[Crash] = []  # of modules that are absent where a file of nearly that name lies beside
-        self.unset: dict[str, Crash] = {}  # of a variable that only ifs set, by the names of which all of these speak
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
@@ -92,8 +91,6 @@ class Crashes:
         if key not in self._met:
             fault = _fault(error, last) if _is_readable(key[0]) else None
             self._met[key] = None if fault is None else _crash(error, fault)
-            if isinstance(error, UnboundLocalError) and fault is None and _is_readable(key[0]):
-                self.unset |= dict.fromkeys(_deciding(error, last), _crash(error, Fault("", "")))
 
     @property
     def found(self) -> list[Crash]:
@@ -363,23 +360,6 @@ def _gives(node: ast.AST, name: str) -> bool:
         case ast.alias(name=imported, asname=given):
             return name == (given or imported.partition(".")[0]) or (imported == "*" and bool(ABSENCES.names))
     return False
-
-
-def _deciding(error: UnboundLocalError, last: TracebackType) -> set[str]:
-    """Name what every if asks for that sets a local variable; nothing where a line outside of them does."""
-    local, function = UNBOUND.search(str(error)), _function_of(last)
-    if local is None or function is None:
-        return set()
-    ifs = [x for x in ast.walk(function) if isinstance(x, ast.If)]
-    handed = {x.arg for x in ast.walk(function.args) if isinstance(x, ast.arg)} - {"self"}
-    found = list[set[str]]()
-    for given in (x for x in ast.walk(function) if _gives(x, local[1]) and x.lineno < last.tb_lineno):  # type: ignore[attr-defined]
-        around = [x.test for x in ifs if any(given is inside for one in x.body for inside in ast.walk(one))]
-        names = [x for test in around for x in ast.walk(test)]
-        if any(isinstance(x, ast.Name) and x.id in handed for x in names):
-            return set()  # a call with other arguments may end elsewhere
-        found.append({getattr(x, "attr", getattr(x, "id", "")) for x in names} - {"", "self"})
-    return set.intersection(*found) if found else set()
 
 
 def _function_of(last: TracebackType) -> ast.FunctionDef | None:

@@ -86,7 +86,7 @@ class Tried:
 
     def construction_of(self, instance: Any) -> Try | None:
         """Give how an instance was built; None where it came ready."""
-        found: Try | None = self._made.get(instance)
+        found: Try | None = self._made.get(instance) if type(instance).__weakrefoffset__ else None
         return found
 
 

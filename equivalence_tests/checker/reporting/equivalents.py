@@ -23,19 +23,33 @@ WRITTEN = "<equivalent>"  # what its lines are said to be of
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Torch's own program with the user's weights, as Python, and how it compares."""
+    """Torch's own program with the user's weights, as Python, and how it compares.
 
-    source: str  # a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down
-    unwritten: str  # why it is not
-    theirs: str  # the source of the code that was checked
-    handed: tuple[str, ...]  # the paths of the user's own sub-modules that the program calls as they are
-    steps: tuple[tuple[str, str], ...]  # what torch's formula does not have, and the evidence that it is intended
-    compared: tuple[str, ...] = ()  # the calls in which whole outputs were compared
-    not_run: tuple[str, ...] = ()  # those that could not be
-    difference: float = math.inf  # the greatest difference in any of them, relative to the largest value
-    where: str = ""  # in which, and of what
-    agrees: bool = False  # whether that is rounding
-    torchs: str = ""  # the one module of torch that is the whole, as in "nn.LayerNorm(512)"
+    Args:
+        source: The program: a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down.
+        unwritten: Why it is not.
+        theirs: The source of the code that was checked.
+        handed: The paths of the user's own sub-modules that the program calls as they are.
+        steps: What torch's formula does not have, each with the evidence that it is intended.
+        compared: The calls in which whole outputs were compared.
+        not_run: Those that could not be.
+        difference: The greatest difference in any of them, relative to the largest value.
+        where: In which, and of what.
+        agrees: Whether that is rounding.
+        torchs: The one module of torch that is the whole, as Python: "nn.LayerNorm(512)"; "" where there is none.
+    """
+
+    source: str
+    unwritten: str
+    theirs: str
+    handed: tuple[str, ...]
+    steps: tuple[tuple[str, str], ...]
+    compared: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
+    difference: float = math.inf
+    where: str = ""
+    agrees: bool = False
+    torchs: str = ""
 
     @property
     def is_function(self) -> bool:
@@ -43,9 +57,18 @@ class Equivalent:
         return "\ndef equivalent(" in self.source
 
     def of(self, theirs: Any) -> Any:
-        """Build the program with a copy of the weights of a module of the sizes that it is written for.
+        """Build the program with the weights of a module.
 
-        Of a function, it is a function with its signature. ValueError if the program is not written down.
+        Args:
+            theirs: An instance of the class that was checked, of the sizes that the program is written for; anything
+                where a function was checked.
+
+        Returns:
+            A module of torch's own parts, with weights of its own, that gives the same numbers; of a function, a
+            function with its signature.
+
+        Raises:
+            ValueError: If the program is not written down.
         """
         names = self.names()
         if self.is_function:
@@ -58,9 +81,17 @@ class Equivalent:
         return made.train(theirs.training)
 
     def to_theirs(self, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the weights of the program, or their gradients, into a copy of a state_dict of the user's module.
+        """Put the weights of the program, or their gradients, where the user's code has them.
 
-        ValueError if the program is not written down, or is a function, which has no weights of its own.
+        Args:
+            ours: A state_dict of the program.
+            theirs: A state_dict of the user's module, which is copied.
+
+        Returns:
+            The copy with the weights of the program.
+
+        Raises:
+            ValueError: If the program is not written down, or is a function, which has no weights of its own.
         """
         if self.is_function:
             raise ValueError("the equivalent is a function: its weights are arguments, and need no conversion")

@@ -27,12 +27,20 @@ ROUNDING, ABOVE_ROUNDING = 1e-9, 1e-6
 
 @dataclass(frozen=True)
 class Proof:
-    """What happens when the right value is put in and the user's own code goes on."""
+    """What happens when the right value is put in and the user's own code goes on.
 
-    error: float  # the greatest difference from torch with all findings put right, relative to the largest value
-    without: float  # the same with every other finding put right, but not this one
-    inputs: int  # on how many fresh inputs
-    rounding: float = ROUNDING  # the greatest difference that is rounding: more where a part computes in float32
+    Args:
+        error: The greatest difference from torch with this and every other finding put right, relative to the
+            largest value.
+        without: The same with every other finding put right, but not this one.
+        inputs: On how many fresh inputs.
+        rounding: The greatest difference that is rounding: more where a part computes in float32.
+    """
+
+    error: float
+    without: float
+    inputs: int
+    rounding: float = ROUNDING
 
     @property
     def holds(self) -> bool:
@@ -42,20 +50,35 @@ class Proof:
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake, or one deviation that is intended."""
+    """One mistake, or one deviation that is intended.
 
-    name: str  # its short identifier; "changed_by_clamp" where no catalogue knows it
-    stage: str  # where it stands: "project", "split", "product", "scale", "mask", "softmax", "context", "merge", ...
-    sentence: str  # what is wrong, in one plain sentence
-    have: str = ""  # the formula that the code computes
-    want: str = ""  # the formula that it should compute
-    fix: str = ""  # what to change
-    stack: tuple[CodeLine, ...] = ()  # the lines that ran, the outermost of the user's class first, the guilty one last
-    proof: Proof | None = None  # what putting it right does; None where nothing was put right
-    evidence: str = ""  # why we are sure where nothing was put right
-    on_purpose_in: str = ""  # which well-known models do this on purpose; "" if none does
-    reason: str = ""  # why it counts as intended; "" if it does not
-    where: str = ""  # path of the sub-module; "" for the checked object itself
+    Args:
+        name: Its short identifier; "changed_by_clamp" where no catalogue knows it.
+        stage: Where it stands: "project", "split", "product", "scale", "mask", "softmax", "context", "merge", ...
+        sentence: What is wrong, in one plain sentence.
+        have: The formula that the code computes.
+        want: The formula that it should compute.
+        fix: What to change.
+        stack: The lines that ran, the outermost of the user's class first, the guilty one last; empty if unknown.
+        proof: What putting it right does; None where nothing was put right.
+        evidence: Why we are sure where nothing was put right.
+        on_purpose_in: Which well-known models do this on purpose; "" if none does.
+        reason: Why it counts as intended; "" if it does not.
+        where: Path of the sub-module; "" for the checked object itself.
+    """
+
+    name: str
+    stage: str
+    sentence: str
+    have: str = ""
+    want: str = ""
+    fix: str = ""
+    stack: tuple[CodeLine, ...] = ()
+    proof: Proof | None = None
+    evidence: str = ""
+    on_purpose_in: str = ""
+    reason: str = ""
+    where: str = ""
 
     @property
     def is_proven(self) -> bool:
@@ -70,11 +93,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Something that the code offers, and whether it was run."""
+    """Something that the code offers, and whether it was run.
 
-    what: str  # "mask", "past_key_value", "use_cache=True", "lengths beyond the window of 16", ...
-    exercised: bool  # whether there is a verdict on it
-    detail: str = ""  # how it was exercised, or why it could not be
+    Args:
+        what: "mask", "past_key_value", "use_cache=True", "lengths beyond the window of 16", ...
+        exercised: Whether there is a verdict on it.
+        detail: How it was exercised, or why it could not be.
+    """
+
+    what: str
+    exercised: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True)

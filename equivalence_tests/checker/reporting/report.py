@@ -23,25 +23,43 @@ from equivalence_tests.checker.reporting.rendering import (
 
 @dataclass(repr=False)
 class Report(Shown):
-    """The report of ``verify`` on one attention, layer, part or model."""
+    """The report of ``verify`` on one attention, layer, part or model.
 
-    target: str  # what was checked
-    kind: str = ""  # what it is: "multi-head attention", "decoder layer", ...
-    verdict: Verdict = "unchecked"  # "equal" (except where ``intended``), "partial" (as far as it ran) or "deviates"
-    findings: list[Finding] = field(default_factory=list)  # what is wrong
-    suspected: list[Finding] = field(default_factory=list)  # what may be wrong though no number shows it
-    intended: list[Finding] = field(default_factory=list)  # what deviates from torch's formula on purpose
-    coverage: list[Exercise] = field(default_factory=list)  # what the code offers, exercised or not
-    # What was found out about the code: (what, as found, as torch.nn has it).
+    Args:
+        target: What was checked.
+        kind: What it is: "multi-head attention", "decoder layer", ...
+        verdict: "equal" (except where ``intended``), "partial" (equal as far as it ran), "deviates" or "unchecked".
+        findings: What is wrong.
+        suspected: What may be wrong though no number shows it; no line is blamed for it.
+        intended: What deviates from torch's formula on purpose.
+        coverage: What the code offers, exercised or not.
+        conventions: What was found out about the code: (what, as found, as torch.nn has it).
+        checks: The results of the small checks, such as that two calls agree.
+        notes: Anything else that the user should know.
+        reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
+        place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
+        equivalent: Torch's own program with the user's weights, where one was made.
+        unread: Why none could be made; "" otherwise.
+        template: The call that ran, or else the one that got furthest, as a script; "" where none was tried.
+        seconds: CPU time that it took.
+    """
+
+    target: str
+    kind: str = ""
+    verdict: Verdict = "unchecked"
+    findings: list[Finding] = field(default_factory=list)
+    suspected: list[Finding] = field(default_factory=list)
+    intended: list[Finding] = field(default_factory=list)
+    coverage: list[Exercise] = field(default_factory=list)
     conventions: list[tuple[str, str, str]] = field(default_factory=list)
-    checks: list[CheckResult] = field(default_factory=list)  # the small ones, such as that two calls agree
-    notes: list[str] = field(default_factory=list)  # anything else that the user should know
-    reason: str = ""  # why it could not be checked, or what differs where no finding says so; "" otherwise
-    place: str = ""  # path of the module that runs it, where it is one of several in a call; "" otherwise
-    equivalent: Equivalent | None = None  # torch's own program with the user's weights, where one was made
-    unread: str = ""  # why none could be made; "" otherwise
-    template: str = ""  # the call that ran, or else the one that got furthest, as a script; "" where none was tried
-    seconds: float = 0.0  # CPU time that it took
+    checks: list[CheckResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
+    place: str = ""
+    equivalent: Equivalent | None = None
+    unread: str = ""
+    template: str = ""
+    seconds: float = 0.0
 
     def __bool__(self) -> bool:
         """True if it is equal to torch, except where intended."""
