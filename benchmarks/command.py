@@ -120,16 +120,19 @@ def run(
         components = _names(component) or (WITH_OWN if own else ())
         counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
         done = begun(output, resume)
-        fits = preset == "quick" and not axes["length"]
-        grids = _fitted(counts[0], devices[0], done) if fits else PRESETS[preset]
+        as_preset = preset != "quick" or axes["length"]
+        grids = PRESETS[preset] if as_preset else _fitted(counts[0], devices[0], done)
         cases = cases_of(_chosen_grids(grids, components, axes), counts, devices)
         cases = cases if component or not own else _taking_part(own, cases)
         chosen = (*_chosen_contenders(contender, preset, devices), *own)
-        # What somebody has chosen is measured, however long it takes; unless --quick was typed too.
-        in_a_minute = preset == "quick" and (quick or not (component or any(axes.values()) or own))
-        limit = QUICK_SECONDS if in_a_minute else None
+        limit = _limit(preset, quick, bool(component or any(axes.values()) or own))
         plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory), limit)
         raise typer.Exit(measure(plan, done))
+
+
+def _limit(preset: str, quick: bool, chosen: bool) -> float | None:
+    """What somebody has chosen is measured, however long it takes; unless ``--quick`` was typed too."""
+    return QUICK_SECONDS if preset == "quick" and (quick or not chosen) else None
 
 
 def _fitted(threads: int, device: str, done: Sequence[Row]) -> tuple[Grid, ...]:
