@@ -34,7 +34,8 @@ TOKENS = 6
 ROUNDS = 6  # of putting operations right
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
-CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
+SINGLY = {"token by token": (1,) * TOKENS, "behind a chunk, token by token": (4, 1, 1)}
+CHUNKS = {**SINGLY, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
 Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
@@ -184,7 +185,6 @@ class _Decoder:
     names: list[str]  # all arguments that serve the cache
     hiding: Hiding
     tokens: Tensor
-    joins: bool = False  # whether what came back was of the new tokens alone, and was joined to what was kept
 
     def whole(self, length: int) -> Tensor:
         """Give the outputs of the first tokens, in one pass."""
@@ -202,6 +202,17 @@ class _Decoder:
     def each_alone(self, length: int) -> Tensor:
         """Give the output of each of the first tokens in a pass of its own."""
         return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
+
+    def makes_no_mask(self, lengths: Sequence[int]) -> bool:
+        """Whether in the last step each token sees all, or as much as in a step with nothing kept before it."""
+
+        def last(tokens: Tensor) -> Tensor:
+            return [*replace(self, tokens=tokens).steps(lengths)][-1][0]
+
+        changed = (self.tokens.index_fill(1, torch.tensor(token), 1.0) for token in range(sum(lengths)))
+        seen = torch.stack([(last(x) != last(self.tokens)).any(-1).any(0) for x in changed], -1)
+        own = ahead_of(sum(lengths))[-lengths[-1] :] == 0  # as the query
+        return bool(seen.all()) or torch.equal(seen | own, torch.ones_like(seen).tril() | own)
 
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
@@ -221,9 +232,8 @@ class _Decoder:
                 returned = replace(trial, first=start).returned(Inputs(x, x, x), extra, changing=True)
             if protocol.fed_back is not None:
                 new = returned[protocol.fed_back]
-                alone = _are_new_alone(handed, new, start, length)
-                self.joins |= alone
-                handed = tree_map(lambda old, x: torch.cat([old, x], -2), handed, new) if alone else new
+                joined = _are_new_alone(handed, new, start, length)
+                handed = tree_map(lambda old, x: torch.cat([old, x], -2), handed, new) if joined else new
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
             if not (_holds(handed) if protocol.holders else _sizes(function) != before):
@@ -266,8 +276,8 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
             return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=detail)]
         differs = _differing(torch.cat(done, dim=1), whole, decoder.each_alone(TOKENS) if apart else None)
-        if decoder.joins and differs.any() and lengths[-1] > 1 and not differs[-1]:  # one token at a step was right
-            why = "what comes later in a step is not hidden in it: right where each step is of one token"
+        if differs.any() and how not in SINGLY and decoder.makes_no_mask(lengths):
+            why = "no mask is made for them behind what is kept; one token at a step was right"
             refused.append(Exercise(f"several tokens at a step, {detail}", False, why))
         elif differs.any():
             found = {"how": how, "token": int(differs.nonzero()[0]), "detail": detail}

@@ -108,11 +108,34 @@ class CachedInOnePosition(Cached):
 
 
 class ChunkSeesItsFuture(Cached):
+    """Right for what is decoded token by token: it hides the future of the first step alone."""
+
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
         q, k, v = self.project(x)
         k, v = joined(past_key_value, (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=past_key_value is None)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.hides(q, past_key_value))
         return self.o(y.transpose(1, 2).flatten(2)), (k, v)
+
+    def hides(self, q: Tensor, past: Cache | None) -> bool:
+        return past is None
+
+
+class ChunkSeesTheFirst(ChunkSeesItsFuture):
+    """Right for what is decoded token by token: torch's causal mask begins at the first key."""
+
+    def hides(self, q: Tensor, past: Cache | None) -> bool:
+        return q.size(2) > 1
+
+
+class ChunkSeesOtherKeys(Cached):
+    """Wrong: makes a mask for several tokens behind others, and its halves stand the wrong way round."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        k, v = joined(past_key_value, (k, v))
+        kept = torch.zeros(q.size(2), k.size(2) - q.size(2)).bool()
+        hidden = torch.cat([above(q.size(2), q.size(2)), kept], 1)
+        return self.attend(q, k, v, hidden), (k, v)
 
 
 class CacheCrashes(Cached):
@@ -503,6 +526,8 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
         (CacheTakesOneToken, "several tokens at a step, what comes back is handed to past_key_value"),
         (CacheKeepsTheLastToken, "several tokens at a step, what comes back is handed to past_key_value"),
+        (ChunkSeesItsFuture, "several tokens at a step, what comes back is handed to past_key_value"),
+        (ChunkSeesTheFirst, "several tokens at a step, what comes back is handed to past_key_value"),
         (CacheWithALimit, "a cache of more than cache_size = 33 tokens"),
         (WindowsCutByTheCaller, "window"),
         (PlacedFromOne, "position_ids"),
@@ -524,7 +549,7 @@ def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) ->
         (CachedTheWrongWayRound, "k, v = torch.cat([k, past_key_value[0]]"),
         (CachedInOnePosition, "q, k = self.turned(q, k)"),
         (KeptAtPositionZero, "self.cache_k[:, :, : end - start]"),
-        (ChunkSeesItsFuture, "y = F.scaled_dot_product_attention"),
+        (ChunkSeesOtherKeys, "hidden = torch.cat([above("),
     ],
 )
 def test_what_is_wrong_in_a_later_step_has_its_line(made: type[nn.Module], line: str) -> None:
