@@ -20,8 +20,8 @@ from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.angles import base_of
 from equivalence_tests.checker.reach.arguments import role_of_parameter
-from equivalence_tests.checker.reach.fixed import nodes_in
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.syntax import nodes_in
 
 CAP = re.compile(r"cap|clip|clamp", re.IGNORECASE)
 Names = Callable[[str], object]  # whether a name asks for it

@@ -17,8 +17,8 @@ from equivalence_tests.checker.engine.watching import storage_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.state import ask, attempt, changed_by_calls, held_by, keeping_state
+from equivalence_tests.checker.reach.syntax import function_at
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import Frames, is_users
 

@@ -23,10 +23,10 @@ from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.fixed import function_at
 from equivalence_tests.checker.reach.model_calls import AIM, LOSS, ModelRun
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
+from equivalence_tests.checker.reach.syntax import function_at
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_users, source_of

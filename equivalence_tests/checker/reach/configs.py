@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from equivalence_tests.checker.reach.arguments import AMBIGUOUS, CONFIG, Sizes, first_match, value_for
-from equivalence_tests.checker.reach.fixed import assigned_in
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
+from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import Exercise
 

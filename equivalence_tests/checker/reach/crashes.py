@@ -3,7 +3,6 @@
 import ast
 import difflib
 import linecache
-import math
 import re
 import sys
 from collections.abc import Collection, Iterable
@@ -21,28 +20,23 @@ from torch import nn
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.fixed import Place, Scope, function_at, named, nodes_in, spans
-from equivalence_tests.checker.reach.tried import TRIED
-from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
+from equivalence_tests.checker.reach.syntax import function_at, nodes_in, spans
+from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_of, is_users, source_of
 
-# What Python says where a call does not fit a signature, and where a local variable is read too early.
-MISFIT = re.compile(r"\S\(\) (missing \d|takes (from )?\d|got (an unexpected keyword|multiple values))")
+Place = tuple[str, int]  # a file and a line
+
+# What Python says where a local variable is read too early.
 UNBOUND = re.compile(r"local variable '(\w+)'")
 # What may give something a name that the text does not show.
 DYNAMIC = re.compile(
     r"__dict__|__getattr|__setattr__|\b((set|del)attr|vars|locals|globals|exec)\(|"
     r"\b(register_(buffer|parameter|module)|add_module)\((?!\s*(name=)?[\"'])"
 )
-# What torch says of one argument, and of all of them.
-MUST_BE = re.compile(r"argument '\w+' \(position (\d+)\) must be .*, not \w+")
-TAKES = re.compile(r"received an invalid combination of arguments - got \((.*)\), but expected")
 # What Python says of a file that lacks a name; of two that import each other it says more.
 NOT_IN_FILE = re.compile(r"^cannot import name '(\w+)' from '[\w.]+' \([^()]+\)$")
-USED = re.compile(r"not (callable|subscriptable)")
-OF_TYPE = re.compile(r"'(\w+)' object|(?:and|, not) '?(\w+)")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
+OF_CODE = (NameError, AttributeError, ImportError, RuntimeError)  # NotImplementedError is of the last
 # What a parser says of brackets, quotes and signs, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
 SIGNS = re.compile(r"invalid (non-printable )?character")
@@ -170,23 +164,12 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
             return _not_in_self(owner, name, last)
-    return _fault_of_call(error, last)
-
-
-def _fault_of_call(error: BaseException, last: TracebackType) -> Fault | None:
-    """Say the same of what is passed, called or asked."""
-    match error:
-        case TypeError() if MISFIT.search(str(error)) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
-            return Fault("what is passed is written out in this line", "Pass what is taken there.")
-        case TypeError() if overloads := TAKES.search(str(error)):
-            return _in_no_overload(overloads[1], str(error))
         case NotImplementedError() if outside := _forward_outside(error):
-            return Fault(
-                "its class has none: this one stands outside", "Indent it as the class's methods are.", outside
-            )
+            why = "its class has none: this one stands outside"
+            return Fault(why, "Indent it as the class's methods are.", outside)
         case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
             return Fault("a mask is a tensor, which is neither True nor False", "Ask whether it is not None.")
-    return _of_one_type(error, last) if isinstance(error, AttributeError | TypeError) else None
+    return None
 
 
 def _not_in_self(owner: nn.Module, name: str, last: TracebackType) -> Fault | None:
@@ -210,22 +193,6 @@ def _misnamed_constructor(owner: nn.Module) -> ast.FunctionDef | None:
     return function_at(code.co_filename, code.co_name, code.co_firstlineno) if code is not None else None
 
 
-def _in_no_overload(given: str, text: str) -> Fault | None:
-    """Say that no form of a function of torch takes so many arguments, of these names."""
-    passed = [part.partition("=") for part in re.split(r", (?![^(\[]*[)\]])", given)]
-    by_name, by_place = (
-        {name for name, equals, _ in passed if equals},
-        [name for name, equals, _ in passed if not equals],
-    )
-    forms = [re.split(r", (?![^\[]*\])", form) for form in re.findall(r"^ \* \((.*)\)$", text, re.MULTILINE)]
-    for form in forms:
-        optional = {one.partition(" = ")[0].split()[-1] for one in form if " = " in one}
-        required = [one.split()[-1] for one in form if " = " not in one and one != "*"]
-        if by_name <= {*optional, *required} and len({*required} - by_name) <= len(by_place):
-            return None
-    return Fault(f"no form of it takes ({given})", "Pass what one of its forms takes.") if forms else None
-
-
 def _forward_outside(error: BaseException) -> Place | None:
     """Find the forward that is written outside its class, where a module has none."""
     owner = type([frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)][-1])
@@ -247,42 +214,6 @@ def _is_tested_mask(last: TracebackType) -> bool:
         x for one in tested[0].body for x in ast.walk(one) if isinstance(x, ast.BinOp | ast.Compare | ast.UnaryOp)
     ]
     return any(getattr(x, "id", "") == name for node in inside for x in ast.iter_child_nodes(node))
-
-
-def _of_one_type(error: BaseException, last: TracebackType) -> Fault | None:
-    """Say that what a line does not take has one type in every call."""
-    scope, node = Scope.of_frame(last.tb_frame, last.tb_lineno), _failing(last)
-    suspects = _suspects(node, str(error), scope)
-    places = [scope.fixed_at(one) for one in suspects]
-    used = USED.search(str(error)) or isinstance(error, AttributeError)
-    by_name = used and any(place is not None and place[1] == 0 for place in places)  # only called as a size is
-    if not places or not all(places) or by_name:
-        return None
-    kind = "".join(next(iter(OF_TYPE.findall(str(error))), ""))
-    why = f"{ast.unparse(suspects[0])} is of type {kind} in every call"
-    fixes = {"NoneType": "Return the value there.", "module": "Import what is to be called from it."}
-    if kind in fixes:
-        return Fault(why, fixes[kind], places[-1])
-    name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-    return Fault(why, f"Use math.{name}." if hasattr(math, name) else "Give it what is taken there.", places[-1])
-
-
-def _suspects(node: ast.AST | None, text: str, scope: Scope) -> list[ast.expr]:
-    """List the expressions whose types an exception speaks of."""
-    match node:
-        case ast.Call(func=function, args=given) if wanted := MUST_BE.search(text):
-            index = int(wanted[1]) - 1
-            through = isinstance(named(function, scope.names), nn.Module)
-            return given[index : index + 1] if not through or len(given) == 1 else []
-        case ast.Call(func=function) if "not callable" in text:
-            return [function]
-        case ast.Attribute(value=value) | ast.Subscript(value=value) if (
-            "has no attribute" in text or "not subscr" in text
-        ):
-            return [value]
-        case ast.BinOp(left=left, right=right) if "unsupported operand" in text:
-            return [left, right]
-    return []
 
 
 def _may_be_defined(name: str, last: TracebackType) -> bool:
@@ -365,36 +296,3 @@ def _gives(node: ast.AST, name: str) -> bool:
 def _function_of(last: TracebackType) -> ast.FunctionDef | None:
     code = last.tb_frame.f_code
     return function_at(code.co_filename, code.co_name, last.tb_lineno)
-
-
-def _failing(last: TracebackType) -> ast.AST | None:
-    """The expression that raised; of a tuple that is unpacked into, what is unpacked."""
-    code = last.tb_frame.f_code
-    position = list(code.co_positions())[last.tb_lasti // 2]
-    nodes = nodes_in(code.co_filename)
-    spanning = (x for x in nodes if isinstance(x, ast.expr))
-    found = [x for x in spanning if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position]
-    unpacked = (x.value for x in nodes if isinstance(x, ast.Assign) and found and x.targets[0] is found[0])
-    return next(unpacked, found[0] if found else None)
-
-
-def _writes_out_a_call(last: TracebackType) -> bool:
-    """Whether a function of the user's or of torch was called, or given to map, with arguments all written out."""
-    own = _failing(last)
-    if not isinstance(own, ast.Call):
-        return False
-    if any(isinstance(x, ast.Starred) for x in own.args) or not all(x.arg for x in own.keywords):
-        return False
-    through = isinstance(own.func, ast.Name) and own.func.id == "map"
-    written = own.args[0] if through else own.func
-    called = named(written, {**last.tb_frame.f_globals, **last.tb_frame.f_locals})
-    made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
-    file = str(getattr(getattr(made, "__code__", None), "co_filename", ""))
-    return bool(file) and (is_users(file) or (file.startswith(TORCH) and not _is_handed_over(written, last)))
-
-
-def _is_handed_over(written: ast.expr, last: TracebackType) -> bool:
-    """Whether a caller chooses what an expression is: an argument of the function, or what that has."""
-    code = last.tb_frame.f_code
-    taken = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
-    return any(isinstance(x, ast.Name) and x.id in taken for x in ast.walk(written))

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES, Crash
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.fixed import nodes_in, tree_of
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
+from equivalence_tests.checker.reach.syntax import nodes_in, tree_of
 from equivalence_tests.checker.reporting.lines import OURS, code_lines, raised_at
 
 OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")

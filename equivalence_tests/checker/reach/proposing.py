@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
-from equivalence_tests.checker.reach.fixed import assigned_in
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reach.variadic import with_the_rest
 from equivalence_tests.checker.reporting.lines import source_of
 

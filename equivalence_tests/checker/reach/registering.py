@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.reach.fixed import assigned_in, nodes_in
+from equivalence_tests.checker.reach.syntax import assigned_in, nodes_in
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_users
 
 

@@ -68,37 +68,7 @@ OWN = {
     "a function that nothing imports": ("return gelu(self.project(x))", "Import or define gelu.", {}),
     "a function that torch does not have": ("return F.softmx(x, -1)", "Is softmax meant?", {}),
     "a variable that is set too late": ("out = x + y\ny = x\nreturn out", "Set it before it is read.", {}),
-    "too many arguments": (
-        "part = Part()\nreturn part(x, x)",
-        "Pass what is taken there.",
-        {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
-    ),
-    "as many arguments as no function of torch takes": ("return F.softmax(x, -1, 2, 3, 4)", "what is taken there", {}),
-    "an argument that a module of torch does not have": (
-        "return x",
-        "what is taken there",
-        {"built": "self.gelu = nn.GELU(inplace=False)\n"},
-    ),
-    "an argument too many through map": (
-        "def split(t):\n    return t\nq, k = map(split, x, x)\nreturn q",
-        "Pass what is taken there.",
-        {},
-    ),
-    "a number where torch takes a tensor": (
-        "return x / torch.sqrt(self.dim)",
-        "math.sqrt",
-        {"built": "self.dim = dim\n"},
-    ),
-    "a number of the constructor": ("return x", "math.sqrt", {"built": "self.scale = torch.sqrt(dim // 2)\n"}),
-    "an argument that is overwritten": ("b, l, part = x.shape\nreturn self.project(part)", "", {}),
-    "nothing, where a function returns nothing": (
-        "return self.project(scored(x))",
-        "Return the value",
-        {"after": "\ndef scored(x):\n    x = x * 2\n    x = x + 1\n"},
-    ),
     "a misspelt method of a tensor": ("return x.unsqeeze(1)", "Is unsqueeze meant?", {}),
-    "arguments that no form of a function takes": ("return torch.mean(x, keepdim=True)", "one of its forms", {}),
-    "a module that is called": ("return F(x)", "Import what is to be called from it", {}),
     "a mask that is asked whether it is true": (
         "mask = x.ne(0) if part is None else part\nif mask:\n    x = x + mask * -1e9\nreturn x",
         "not None",
@@ -114,24 +84,10 @@ OTHERS = {
     "a name that a script gives": ("return x * scale", {"after": "\nif __name__ == '__main__':\n    scale = 2\n"}),
     "a name of a package that is absent": ("return rope(x)", {"head": HEAD + "from nopackage import *\n\n\n"}),
     "a variable that a branch sets": ("if part is not None:\n    y = x\nreturn y", {}),
-    "arguments that depend on the input": (
-        "return Part()(*x)",
-        {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
-    ),
-    "arguments of a function that is not the user's": ("return torch.ones(x, 3)", {}),
     "sizes that do not fit": ("return x @ x", {}),
-    "a number that a caller chooses": ("return x / torch.sqrt(self.scale)", {"built": "self.scale = dim * 1.0\n"}),
-    "an argument that a branch overwrites": ("if x is None:\n    part = 3\nreturn self.project(part)", {}),
-    "nothing, where a function may return something": (
-        "return self.project(scored(x))",
-        {"after": "\ndef scored(x):\n    if x is None:\n        return x\n"},
-    ),
     "what holds a tensor and more": ("return self.project(part.tensor if part else x.tensor)", {}),
     "a method of an array": ("return x.astype(int)", {}),
     "a switch that is no mask": ("if x:\n    x = x + 1\nreturn x", {}),
-    "a number that is called": ("return self.hidden_dim(x)", {"built": "self.hidden_dim = dim\n"}),
-    "a size of which there may be two": ("return x", {"built": "self.width = dim[0]\n"}),
-    "a form that other arguments have": ("return x + torch.zeros(part)", {}),
 }
 
 

@@ -1,0 +1,39 @@
+"""What the text of a file says: its functions, and what an assignment assigns to what."""
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+
+
+@functools.lru_cache(maxsize=64)
+def tree_of(path: str) -> ast.Module:
+    """Parse a file."""
+    return ast.parse("".join(linecache.getlines(path)))
+
+
+@functools.lru_cache(maxsize=64)
+def nodes_in(path: str) -> list[ast.AST]:
+    """List what a file says."""
+    return list(ast.walk(tree_of(path)))
+
+
+def spans(node: ast.stmt, line: int) -> bool:
+    """Whether a statement stands in a line, its decorators left aside."""
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def function_at(path: str, name: str, line: int) -> ast.FunctionDef | None:
+    """Find the function of this name that a line stands in."""
+    functions = (x for x in nodes_in(path) if isinstance(x, ast.FunctionDef))
+    return next((x for x in functions if x.name == name and spans(x, line)), None)
+
+
+def assigned_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Give what an assignment assigns to, each with its value; nothing for another statement."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        pairs = zip(getattr(target, "elts", ()), getattr(node.value, "elts", ()), strict=False)
+        yield from pairs if several else [(target, node.value)]
