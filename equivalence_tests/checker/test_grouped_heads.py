@@ -100,6 +100,18 @@ class NeverGroups(Grouped):
         return x
 
 
+class OffersGroups(nn.Module):
+    """Has an argument that no line reads, as code that was taken from a grouped one may."""
+
+    def __init__(self, dim: int, heads: int, n_kv_heads: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.wo = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.wo(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class OneKeyHead(Grouped):
     """All heads share one head of keys and one of values, packed."""
 
@@ -170,6 +182,10 @@ def test_groups_that_never_ran_are_listed() -> None:
     report = verify(NeverGroups)
     assert report.verdict == "partial"
     assert [exercise.what for exercise in report.not_exercised] == ["heads that share keys"]
+
+
+def test_a_count_that_no_line_reads_asks_for_no_groups() -> None:
+    assert verify(OffersGroups).verdict == "equal"
 
 
 @pytest.mark.parametrize("name", ["n_kv_heads", "num_key_value_heads", "num_kv_groups", "n_heads_kv", "n_query_groups"])

@@ -290,7 +290,7 @@ def test_skewed_products_are_of_distances_up_to_the_query() -> None:
     report = verify(Skewed(8, 2))
     assert report.verdict == "equal", str(report)
     assert (
-        "scores of later keys get what the next query says to other distances: mask is there to hide them"
+        "scores of later keys get what the next query says to other distances. Intended: mask is there to hide them"
         in " ".join(str(report).split())
     )
 

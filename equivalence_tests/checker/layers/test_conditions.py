@@ -29,7 +29,7 @@ FILE = Path(lookalikes.__path__[0]) / "conditioned.py"
 def test_what_a_vector_of_the_sample_shifts_and_scales_is_intended() -> None:
     report = verify(f"{FILE}:ConditionedBlock")
     assert report.verdict == "equal", str(report)
-    assert "the sub-module modulation.1 makes it of the argument c" in str(report)
+    assert "the sub-module modulation.1 makes it of the argument c" in " ".join(str(report).split())
     assert {one.name for one in report.intended} == {"gate_of_its_own"}  # its norms are those of its sublayers
 
 

@@ -86,7 +86,7 @@ def test_hidden_tokens_may_be_set_to_0(end: str, required: bool, tmp_path: Path)
     text = TEXT.replace("(self, x, mask=None):\n        x =", "(self, x, mask):\n        x =") if required else TEXT
     said = report_on(text.replace(END, end), "EncoderLayer", tmp_path)
     assert said.startswith("equal"), said
-    assert "the tokens that are hidden are set to 0: mask says that they are no tokens" in said
+    assert "the tokens that are hidden are set to 0. Intended: mask says that they are no tokens" in said
 
 
 @pytest.mark.parametrize("end", WRONG)
@@ -164,7 +164,7 @@ def test_items_may_be_numbered_by_numpy_and_only_what_asks_be_normed(tmp_path: P
     said = report_on(ITEMS, "SASRec", tmp_path)
     assert said.startswith("equal"), said
     assert "what asks alone is normed, as SASRec has it" in said
-    assert "the tokens that are hidden are set to 0: the id 0 says" in said
+    assert "the tokens that are hidden are set to 0. Intended: the id 0 says" in said
 
 
 def test_old_constructors_are_types_while_they_are_seen() -> None:

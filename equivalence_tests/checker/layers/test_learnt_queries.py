@@ -61,7 +61,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
 def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:
     said = report_on(TEXT, "Induced", tmp_path)
     assert said.startswith("equal"), said
-    assert "first takes tokens that are made of none that are given: the parameter points" in said
+    assert "first takes tokens that are made of none that are given. Intended: the parameter points" in said
     assert "a feed-forward follows it" in said
 
 
@@ -161,7 +161,7 @@ WRONG_LATENTS = (
 def test_latents_may_be_all_that_asks(inverted: bool, tmp_path: Path) -> None:
     said = report_on(LATENTS.replace("~mask", "mask") if inverted else LATENTS, "Latents", tmp_path)
     assert said.startswith("equal"), said
-    assert "latents takes part: the parameter latents" in said
+    assert "latents takes part. Intended: the parameter latents" in said
     assert ("(batch, key), True = may not look" if inverted else "(batch, key), True = may look") in said
 
 

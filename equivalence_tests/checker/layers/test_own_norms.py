@@ -73,7 +73,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
 def test_a_norm_of_each_token_needs_no_parameter(name: str, own: str, tmp_path: Path) -> None:
     said = report_on(TEXT.replace("F.rms_norm", f"F.{own}"), name, tmp_path)
     assert said.startswith("equal"), said
-    assert f"{own} without a parameter: torch's own norm of each token, called by its name" in said
+    assert f"{own} without a parameter. Intended: torch's own norm of each token, called by its name" in said
 
 
 @pytest.mark.parametrize("name", ["Block", "CrossAttention"])
@@ -191,7 +191,7 @@ def test_each_series_may_be_a_token(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(SERIES, encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:Model")
     assert report.verdict == "equal", str(report)
-    assert "embedding.value takes features for tokens: the name Inverted" in str(report)
+    assert "embedding.value takes features for tokens. Intended: the name Inverted" in " ".join(str(report).split())
 
 
 @pytest.mark.sampled(2)

@@ -662,7 +662,7 @@ def test_a_conformer_is_followed() -> None:
     assert report.verdict == "equal", str(report)
     said = " ".join(str(report).split())
     assert "two feed-forwards are half a step each" in said
-    assert "convolution mixes neighbouring tokens: the sub-module convolution, a Neighbours" in said
+    assert "convolution mixes neighbouring tokens. Intended: the sub-module convolution, a Neighbours" in said
     assert verify(ConformerOfResiduals).verdict == "equal", str(verify(ConformerOfResiduals))
 
 

@@ -4,6 +4,7 @@ Sizes are chosen so that no two axes are equal. A config object is imitated by o
 size for.
 """
 
+import ast
 import contextlib
 import enum
 import functools
@@ -44,6 +45,7 @@ from equivalence_tests.checker.reach.proposing import (
     compared_by,
     keys_for,
     parameters_of,
+    parsed,
     ranked,
     used_as,
 )
@@ -150,12 +152,15 @@ def _widths_taken(target: Any, sizes: Sizes) -> Counter[int]:
 
 
 def asks_for_groups(target: Any) -> bool:
-    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config."""
-    code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
-    words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
-    configs = [p.annotation for p in parameters_of(target) if hasattr(p.annotation, "__dataclass_fields__")]
-    words += [name for config in configs for name in config.__dataclass_fields__]
-    return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
+    """Whether a constructor reads a count of key heads: an argument, or an attribute or entry of its config."""
+    read = {name for parameter in parameters_of(target) for name in names_read(target, parameter.name)}
+    for node in parsed(source_of(target if inspect.isroutine(target) else target.__init__)):
+        match node:
+            case ast.Name(id=word, ctx=ast.Load()) | ast.Attribute(attr=word, ctx=ast.Load()):
+                read.add(word)
+            case ast.Constant(value=str(word)) if word.isidentifier():
+                read.add(word)
+    return any(re.search(COUNTS_KEY_HEADS, word.lower()) for word in read)
 
 
 def inner_widths(target: Any) -> list[str]:

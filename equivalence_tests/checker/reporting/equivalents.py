@@ -16,8 +16,11 @@ from rich.syntax import Syntax
 from rich.table import Column, Table
 from rich.text import Text
 
+from equivalence_tests.checker.reporting.findings import Finding
+
 SHOWN_LINES = 24
 WIDE_ENOUGH = 100
+NO_EVIDENCE = "nothing says that it is intended"
 WRITTEN = "<equivalent>"  # what its lines are said to be of
 
 
@@ -106,14 +109,15 @@ class Equivalent:
         exec(_compiled(self.source), names)  # our own text
         return names
 
-    def in_short(self) -> Group:
-        """Say what torch does not have, and in which calls the numbers are the same."""
+    def in_short(self, intended: Sequence[Finding] = ()) -> Group:
+        """Say what torch does not have and no finding says already, and in which calls the numbers are the same."""
         heading = Text("The same in torch", style="bold")
-        rows = [f"{words}: {evidence or 'nothing says that it is intended'}" for words, evidence in self.steps]
+        said = " ".join(finding.sentence for finding in intended)
+        rows = [f"{words}: {evidence or NO_EVIDENCE}" for words, evidence in self.steps if f": {words}." not in said]
         exactly = f"to {self.difference:.0e}" if self.difference else "to the last bit"
         calls = f"{len(self.compared)} calls: {', '.join(dict.fromkeys(self.compared))}"
-        said = f"equal {exactly} in {calls}; --equivalent prints it" if self.agrees else "it differs"
-        program = f"{self.torchs or 'a program of its parts'}, with your weights: {said}."
+        numbers = f"equal {exactly} in {calls}; --equivalent prints it" if self.agrees else "it differs"
+        program = f"{self.torchs or 'a program of its parts'}, with your weights: {numbers}."
         rows.append(program if self.source else f"It is not written down: {self.unwritten}.")
         return Group(heading, *(Padding(Text(row), (0, 0, 0, 2)) for row in rows))
 

@@ -109,7 +109,7 @@ class Report(Shown):
         if rows := [*assumed] if right else self.conventions:
             yield reading_view(rows)
         if self.equivalent is not None:
-            yield self.equivalent.in_short()
+            yield self.equivalent.in_short(self.intended)
         if not self.findings and any(check.outcome in ("failed", "expected") for check in self.checks):
             yield checks_view(self.checks)  # what fails beside a finding follows from it
         if self.notes:
