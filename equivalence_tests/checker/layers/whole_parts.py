@@ -11,6 +11,7 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_conditions import Conditions
 from equivalence_tests.checker.layers.whole_hidden import Hidden
+from equivalence_tests.checker.layers.whole_series import Series
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     Labels,
@@ -46,6 +47,7 @@ class Parts:
     learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
     conditions: Conditions = field(default_factory=Conditions)
     added: set[str] = field(default_factory=set)  # the arguments that hold positions
+    series: Series | None = None  # what is normalised by itself
     sums: Sums = field(init=False)
     hidden: Hidden = field(init=False)
     paths: set[str] = field(init=False)

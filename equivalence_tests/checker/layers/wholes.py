@@ -69,6 +69,7 @@ class Whole:
     worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
     again: tuple[Frames, ...] = ()  # the lines that take what a condition makes a second time
+    normalises: bool = False  # whether it is given data, which it normalises
     apart: str = ""  # the positions without which the program does not hold
 
     @cached_property
@@ -142,6 +143,7 @@ class Whole:
             masked, other = self._follow(masked=True)
             steps += other.steps(list(tensors_in((masked.output,))))
         self.steps, self.again = tuple(dict.fromkeys(steps)), tuple(follower.conditions.taken_again())
+        self.normalises = follower.series is not None
         return run, follower
 
     def _follow(self, masked: bool) -> tuple[Run, Follower]:
@@ -209,7 +211,7 @@ class Whole:
             calls = [(f"{words} with {names}", call, seed) for words, call, seed in calls]
             calls += [(f"{words} without {names}", call, seed) for words, call, seed in self.plain.compared(masked)]
         masks = {*self.run.masks}
-        cases = (Case(replace(call, seeds=_seeds(call, masks)), None, words, seed) for words, call, seed in calls)
+        cases = (Case(replace(call, seeds=self._seeds(call, masks)), None, words, seed) for words, call, seed in calls)
         found = held(WrittenPart(program), cases, joined_output, self._tolerance(masked))
         for error in (one for _, one in found.left_out if not isinstance(one, UnreadError)):
             raise error
@@ -217,17 +219,16 @@ class Whole:
         left = [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]
         return replace(found.of(program), not_run=(*left, *(f"{case.words}: {why}" for case, why in found.left_out)))
 
+    def _seeds(self, call: Call, masks: Collection[str]) -> dict[int, Tensor]:
+        """The arguments whose gradients are compared: all that hold tokens; data that are normalised need none."""
+        given = [x for name, x in call.tensors if name not in masks and not self.normalises]
+        return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() > 2}
+
     def _tolerance(self, masked: bool) -> float:
         """Allow for what the code, or a table of a part, computes in float32 whatever it is given."""
         run = self._run(0, masked)
         single = are_single(run.operations[index] for index in run.live())
         return SINGLE if single or any(part.difference > EXACT for part in self.parts.values()) else EXACT
-
-
-def _seeds(call: Call, masks: Collection[str]) -> dict[int, Tensor]:
-    """The arguments whose gradients are compared: all that hold tokens."""
-    given = [x for name, x in call.tensors if name not in masks]
-    return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() > 2}
 
 
 def hold_whole(report: Report, whole: Whole) -> bool:

@@ -146,7 +146,7 @@ def heads_of(instance: Any, width: int) -> int | None:
     for name, value in held:
         if type(value) is int and COUNTS_HEADS.search(name) and not MEASURES_HEADS.search(name) and 0 < value <= width:
             return value
-    lists = [x for x in owners if isinstance(x, nn.ModuleList) and len(x) > 1]
+    lists = [x for x in owners if isinstance(x, nn.ModuleList) and len({*x} - {None}) > 1]
     fill = (len(x) for x in lists if any(p.dim() == 2 and p.size(0) * len(x) == width for p in x[0].parameters()))
     return next(fill, None)
 
