@@ -38,6 +38,7 @@ T = TypeVar("T")
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
 NO_MASK = "taken for a mask, it hides nothing, and no name says so"
+HIDES_NOTHING = f"{NEVER_READ}, so it hides nothing"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
@@ -56,7 +57,7 @@ def of_all_masks(masked: Sequence[Situation], report: Report) -> list[Departure]
     found = [(one, departure) for one in masked for departure in masked_departures(one, report)]
     unread = unread_arguments(masked[0].trial.function) if any(one.understood for one in masked) else set()
     unread &= {one.plan.mask_parameter for one, departure in found if departure.name == "mask_never_used"}
-    report.coverage += [Exercise(name, False, f"{NEVER_READ}, so it hides nothing") for name in sorted(unread)]
+    report.coverage += [Exercise(name, False, HIDES_NOTHING) for name in sorted(unread)]
     return [departure for one, departure in found if one.plan.mask_parameter not in unread]
 
 
@@ -356,7 +357,8 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     if given.get(stem) == "query" and not plan.self_attention:
         return "it speaks of the queries, and has no effect on them"
     own = parameters_of(trial.function) if stem not in ("", mask) else []
-    others = (p.name for p in own if p.name not in given and stem in p.name and p.name != mask)
+    idle = {*given, mask, *unread_arguments(trial.function)}
+    others = (p.name for p in own if p.name not in idle and stem in p.name)
     missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"

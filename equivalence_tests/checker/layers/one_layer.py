@@ -10,7 +10,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
-from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
+from equivalence_tests.checker.engine.mask_trials import HIDES_NOTHING, has_nothing_to_hide
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LENGTH_FIRST, in_words
 from equivalence_tests.checker.engine.same import identical
@@ -120,7 +120,9 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     run = run_layer(trial)
     read = masks_of(walk, path, run, trial.sizes.num_heads)
     called = [step.frames for step in wiring.steps.values() if step.kind == "attention"] or [()]
-    whys = {mask.name: has_nothing_to_hide(mask.name, trial) for mask in read.masks if not mask.used}
+    unread = unread_arguments(trial.function) if any(mask.used for mask in read.masks) else set()
+    idle = [mask.name for mask in read.masks if not mask.used]
+    whys = {name: HIDES_NOTHING if name in unread else has_nothing_to_hide(name, trial) for name in idle}
     walk.report.coverage += [Exercise(name, False, why) for name, why in whys.items() if why]
     read = replace(read, masks=[mask for mask in read.masks if not whys.get(mask.name)])
     found = list(read.mistakes())

@@ -872,6 +872,28 @@ def test_a_mask_of_what_is_not_given_has_nothing_to_hide() -> None:
     ]
 
 
+class TakesWhatTorchsStackGives(layers.SequentialFeedForwardLayer):
+    """Has arguments that no line reads, so that nn.TransformerDecoder may hold it."""
+
+    def forward(
+        self,
+        x: Tensor,
+        x_mask: Tensor | None = None,
+        x_key_padding_mask: Tensor | None = None,
+        x_is_causal: bool = False,
+    ) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, attn_mask=x_mask)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_a_mask_that_no_line_reads_beside_one_that_hides_is_listed() -> None:
+    report = verify(TakesWhatTorchsStackGives)
+    assert [(one.what, one.detail) for one in report.not_exercised] == [
+        ("x_key_padding_mask", "no line of its forward reads it, so it hides nothing")
+    ], str(report)
+
+
 class CrossesByChoice(layers.TwoMaskDecoderLayer):
     """Right: it leaves its memory out unless it is built to read one."""
 
