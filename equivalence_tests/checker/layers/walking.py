@@ -426,3 +426,4 @@ def _add_mask_methods(walk: Walk) -> None:
             part = examine_mask_builder(method, name, walk.intended)
             if part.verdict != "unchecked":
                 _add_part(walk, name, part)
+                walk.report.coverage += [replace(one, what=f"{one.what} in {name}") for one in part.not_exercised]

@@ -33,6 +33,7 @@ from equivalence_tests.checker.parts.kinds import BUILDER_NAME
 from equivalence_tests.checker.parts.mask_meanings import (
     COMPARED,
     READ,
+    ROWS_ALONE,
     Meaning,
     draws_of,
     evaluated,
@@ -45,7 +46,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import COUNTS, ENCODINGS, SHAPES, in_shape
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
-from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.findings import CheckResult, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
 from equivalence_tests.checker.reporting.report import Report
 
@@ -245,6 +246,9 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
         report.findings.append(found_mistake(name, {"fill": fill}, stack=stack, evidence=SHOWN))
     if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
+    if mask.words.endswith(ROWS_ALONE):
+        why = "no token sees it behind the tokens, where the causal mask hides it; in front of them, all would"
+        report.coverage.append(Exercise("padding in front of the tokens", False, why))
 
 
 def _unknown(output: Tensor) -> str:

@@ -28,6 +28,8 @@ TRIANGLES = (
     ("causal", f"{ALL}.tril(-1)", ("causal_cannot_see_itself",)),
     ("causal", f"{ALL}.triu()", ("causal_mask_inverted",)),
 )
+# These hide what stands behind the tokens, so that there padding may be that of the queries alone.
+BEHIND, ON_QUERIES, ROWS_ALONE = ("causal", "causal, aligned at the end"), "padding_mask_on_queries", ", of queries"
 PREFIXES = (
     ("causal after a prefix that all see", "(torch.arange(KEYSDEVICE) < PREFIX)", ()),
     ("causal after a prefix", "(torch.arange(QUERIESDEVICE)[:, None] < PREFIX)", ("mask_transposed",)),
@@ -125,7 +127,9 @@ def meanings(plan: CallOfRoles, ids: Sequence[int]) -> list[Meaning]:
 def _joined(triangle: Meaning, padding: Meaning) -> Iterator[Meaning]:
     words, mistakes = f"{triangle.words}, {padding.words}", (*triangle.mistakes, *padding.mistakes)
     first, second = (bracketed(Code(one.text)) for one in (triangle, padding))
-    if len(mistakes) <= 2:
+    if mistakes == (ON_QUERIES,) and triangle.words in BEHIND:
+        yield Meaning(f"{words}{ROWS_ALONE}", f"{first} & {second}")
+    elif len(mistakes) <= 2:
         yield Meaning(words, f"{first} & {second}", mistakes)
     if not mistakes:
         yield Meaning(words, f"{first} | {second}", ("masks_joined_by_or",))
@@ -182,7 +186,7 @@ def _paddings(plan: CallOfRoles, query: str, key: str, ids: Sequence[int]) -> It
             if not other.mistakes and not kept.mistakes:
                 yield Meaning(f"{words}, padded queries too", f"{text} & ({other.text})[..., None]")
     for kept in of_queries:
-        mistakes = ("padding_mask_on_queries", *kept.mistakes)
+        mistakes = (ON_QUERIES, *kept.mistakes)
         yield Meaning(f"padding of {kept.words}", f"({kept.text})[..., None]", mistakes)
 
 

@@ -94,8 +94,7 @@ class Translator(nn.Module):
         self.trg_pad_idx = trg_pad_idx
 
     def make_trg_mask(self, trg: Tensor) -> Tensor:
-        keep = (trg != self.trg_pad_idx).unsqueeze(1).unsqueeze(3)
-        return keep & torch.ones(trg.size(1), trg.size(1)).tril().bool()
+        return (trg != self.trg_pad_idx).unsqueeze(1).unsqueeze(3)
 
     def mask_scores(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask, 0.0)
@@ -110,6 +109,34 @@ def test_the_methods_of_a_model_are_checked_with_it() -> None:
     assert [name for name, _ in mask_methods(Translator(6))] == ["make_trg_mask", "mask_scores"]
     report = verify(Translator, kind="layers")
     assert [(f.where, f.name) for f in report.findings] == [("make_trg_mask", "padding_mask_on_queries")], str(report)
+
+
+def hides_rows_and_what_follows(trg: Tensor) -> Tensor:
+    return (trg != 0)[:, None, :, None] & torch.ones(trg.size(1), trg.size(1)).tril().bool()
+
+
+def hides_rows_and_all_but_one_that_follows(trg: Tensor) -> Tensor:
+    return (trg != 0)[:, None, :, None] & torch.ones(trg.size(1), trg.size(1)).tril(1).bool()
+
+
+def test_padding_of_queries_alone_is_right_where_the_causal_mask_hides_what_stands_behind_the_tokens() -> None:
+    report = examine_mask_builder(hides_rows_and_what_follows, "it")
+    assert (report.verdict, [one.what for one in report.not_exercised]) == (
+        "partial",
+        ["padding in front of the tokens"],
+    )
+    wrong = examine_mask_builder(hides_rows_and_all_but_one_that_follows, "it")
+    assert {*wrong.mistakes} == {"causal_sees_one_ahead", "padding_mask_on_queries"}
+
+
+class HidesRowsAndWhatFollows(Translator):
+    def make_trg_mask(self, trg: Tensor) -> Tensor:
+        return super().make_trg_mask(trg) & torch.ones(trg.size(1), trg.size(1)).tril().bool()
+
+
+def test_a_model_lists_what_its_mask_builders_leave_open() -> None:
+    report = verify(HidesRowsAndWhatFollows, kind="layers")
+    assert "padding in front of the tokens in make_trg_mask" in [one.what for one in report.not_exercised]
 
 
 def test_rows_that_hide_everything_are_noted() -> None:
