@@ -1,18 +1,15 @@
 """How the code was read: how it is called, where its heads and weights are, and what it includes beside attention."""
 
-import itertools
 from collections.abc import Iterator
 
 import torch
 
-from equivalence_tests.checker.engine.codes import feature_of
 from equivalence_tests.checker.engine.contracts.ending import wrap_of
 from equivalence_tests.checker.engine.contracts.projecting import output_weight, weight_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
-from equivalence_tests.checker.engine.judgement import Judgement, Operand
-from equivalence_tests.checker.engine.names import Attention, Identities, Source
+from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.names import Identities, Source
 from equivalence_tests.checker.engine.situations import Situation, output_codes
-from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
@@ -93,31 +90,10 @@ def _weights(judgement: Judgement) -> Iterator[Row]:
     names = {operand.role: module_of(weight_of(attention, operand)) for operand in operands}
     distinct = list(dict.fromkeys(names.values()))
     if any(distinct):
-        packed = f": {_packed(attention, operands)}" if len(distinct) == 1 else " (qkv)" if len(distinct) == 3 else ""
-        said = ", ".join(name or "none" for name in distinct) + packed
+        said = ", ".join(name or "none" for name in distinct) + " (qkv)" * (len(distinct) == 3)
         yield "projections", said, "in_proj_weight: rows are [q; k; v]"
     output = output_weight(attention)
     yield "output projection", module_of(output) or "none: the heads side by side come back", "out_proj"
-
-
-def _packed(attention: Attention, operands: list[Operand]) -> str:
-    """In which order the rows of one matrix give queries, keys and values."""
-    names = attention.run.names
-    rows = {one.role: feature_of(names.plain(one.codes)) + _first_row(one.sources[0].operation) for one in operands}
-    first, last = ({role: int(x) for role, x in ((r, f(rows[r])) for r in rows)} for f in (torch.amin, torch.amax))
-    order = sorted(rows, key=lambda role: first[role])
-    letters = ", ".join(role[0] for role in order)
-    if all(last[one] < first[other] for one, other in itertools.pairwise(order)):
-        return f"rows are [{letters.replace(',', ';')}]"
-    head = {role: x[0, 0] for role, x in rows.items() if role != "value"}
-    together = all(int(x.max() - x.min()) == len(x) - 1 for x in head.values())
-    return f"rows are {f'[{letters}] for each head' if together else f'{letters} for each element'} in turn"
-
-
-def _first_row(operation: Operation | None) -> int:
-    """Where in a matrix the rows begin that a projection takes of it."""
-    matrix = operation.inputs[1].tensor if operation is not None and len(operation.inputs) > 1 else torch.zeros(1)
-    return int(matrix.storage_offset()) // max(1, *matrix.stride())
 
 
 def module_of(parameter: str) -> str:

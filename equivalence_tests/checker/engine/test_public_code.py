@@ -1383,8 +1383,10 @@ class Crossing(nn.Module):
 
 
 def test_the_rows_of_one_matrix_are_told_as_they_lie() -> None:
-    rows = {what: here for what, here, _ in verify(Crossing).conventions}
-    assert rows["projections"] == "attn.in_proj_weight: rows are [q; k; v]"
+    report = verify(Crossing)
+    assert ("projections", "attn.in_proj_weight") in {row[:2] for row in report.conventions}
+    assert report.equivalent is not None
+    assert '"in_proj_weight": theirs["attn.in_proj_weight"],' in report.equivalent.source
 
 
 class RootInSinglePrecision(nn.Module):

@@ -66,6 +66,10 @@ class Values:
         found = self.parameters.named[name]
         return found if found.is_complex() else found.double()
 
+    def vector(self, name: str) -> Tensor:
+        """Give a parameter as a vector."""
+        return self.learnt(name).flatten()
+
     def called(self, path: str, given: Sequence[Tensor], numbers: Mapping[str, float]) -> Tensor:
         """Call a sub-module, in its own precision."""
         module = self.parameters.module.get_submodule(path)

@@ -56,7 +56,7 @@ class Projection(Affine):
 
     def __call__(self, values: Values) -> Tensor:
         """Give the heads as they meet."""
-        return self.change(self.projected(values), values.parameters)
+        return self.change(self.projected(values), values)
 
     @property
     def is_plain(self) -> bool:

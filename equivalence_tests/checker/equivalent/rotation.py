@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equivalence_tests.checker.equivalent.expressions import NORMS
-from equivalence_tests.checker.equivalent.parameters import Parameters, factor_between, snapped
+from equivalence_tests.checker.equivalent.expressions import NORMS, Values
+from equivalence_tests.checker.equivalent.parameters import factor_between, snapped
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 
@@ -35,12 +36,14 @@ class HeadNorm:
     added: float = 0.0  # what is added to the gain: 1 where it is kept as a difference from 1
     whole: bool = False  # whether it is over the features of all heads
 
-    def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
-        """Normalise heads, (b, h, l, d)."""
+    def __call__(self, x: Any, values: Values) -> Any:
+        """Normalise heads, (b, h, l, d), or write that down."""
         rows = x.transpose(1, 2).flatten(2) if self.whole else x
         y = HEAD_NORMS[self.kind](rows, rows.size(-1), self.eps)
-        y = y * (parameters.named[self.gain].reshape(-1) + self.added) if self.gain else y
-        y = y + parameters.named[self.bias].reshape(-1) if self.bias else y
+        if self.gain:
+            gain = values.vector(self.gain)
+            y = y * (gain + self.added if self.added else gain)
+        y = y + values.vector(self.bias) if self.bias else y
         return y.unflatten(-1, (x.size(1), -1)).transpose(1, 2) if self.whole else y
 
 
@@ -121,9 +124,9 @@ class Change:
     rotation: Rotation | None = None
     factor: float = 1.0
 
-    def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, x: Tensor, values: Values) -> Tensor:
         """Change heads, (b, h, l, d)."""
-        x = x if self.norm is None else self.norm(x, parameters)
+        x = x if self.norm is None else self.norm(x, values)
         return self.factor * (x if self.rotation is None else self.rotation(x))
 
 
@@ -167,7 +170,7 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
 
 def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched) -> tuple[float, Change] | None:
     """Find what follows a norm, and how far that is from what meets; None if it is no number and no rotation."""
-    x = met.of(projected if norm is None else norm(projected, watched.parameters))
+    x = met.of(projected if norm is None else norm(projected, watched.values))
     rotation, factor = None, factor_between(x, met.numbers, watched.tolerance)
     if factor is None:
         positions = met.rows % projected.size(2)

@@ -14,7 +14,7 @@ from equivalence_tests.checker.equivalent.operands import Projection, first_alik
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.relative import Relative
-from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
+from equivalence_tests.checker.equivalent.rotation import Rotation
 from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -33,6 +33,9 @@ class _Written(Values):
 
     def learnt(self, name: str) -> Any:
         return self.writer.parameter(name)
+
+    def vector(self, name: str) -> Any:
+        return self.writer.parameter(name, (self.parameters.named[name].numel(),))
 
     def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
         return Text(f"self.{self.writer.sub_module(path)}({arguments_text(given, numbers)})", self.writer)
@@ -224,7 +227,7 @@ class AttentionWriter:
         if one.more is not None:
             yield f"{role} = {role}{self._plus(one.more)}"
         if one.change.norm is not None:
-            yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
+            yield f"{role} = {one.change.norm(Text(role, self.writer), self.values)}"
         if one.change.rotation is not None:
             yield from self._rotated(role, one.change.rotation)
         if role == "value" and abs(one.number - 1) > ROUNDING:  # those of query and key are in the scale
@@ -250,28 +253,6 @@ class AttentionWriter:
             wide = -1 if self.is_function else width  # a function takes any
             return f"{tokens}.unflatten(-1, ({heads}, {wide})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"
-
-    def _normed(self, role: str, norm: HeadNorm, heads: int, width: int) -> str:
-        """Normalise each head, or all of a token's heads side by side."""
-        if not norm.whole:
-            return self._head_norm(role, role, norm, width)
-        normed = self._head_norm(role, f"{role}.transpose(1, 2).flatten(2)", norm, heads * width)
-        return f"{normed}.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
-
-    def _head_norm(self, role: str, of: str, norm: HeadNorm, width: int) -> str:
-        if norm.kind == "normalize":
-            gain = f" * {self.writer.parameter(norm.gain)}" if norm.gain else ""
-            return f"F.normalize({of}, dim=-1, eps={norm.eps!r}){gain}"
-        made = "nn.LayerNorm" if norm.kind == "layer_norm" else "nn.RMSNorm"
-        name = f"{role}_norm"
-        affine = f", elementwise_affine={bool(norm.gain)}" if not norm.gain else ""
-        affine += ", bias=False" if norm.kind == "layer_norm" and norm.gain and not norm.bias else ""
-        self.writer.made[name] = f"{made}({width}, eps={norm.eps!r}{affine})"
-        if norm.gain:
-            self.writer.vector(f"{name}.weight", norm.gain, bool(norm.added))
-        if norm.bias:
-            self.writer.vector(f"{name}.bias", norm.bias)
-        return f"self.{name}({of})"
 
     def _rotated(self, role: str, rotation: Rotation) -> Iterator[str]:
         if rotation.angles is not None:

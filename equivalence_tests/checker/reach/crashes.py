@@ -72,7 +72,6 @@ class Crashes:
     def forget(self) -> None:
         """Begin anew, for another check."""
         self._met: dict[tuple[str, int, str], Crash | None] = {}
-        self.misnamed: list[Crash] = []  # of modules that are absent where a file of nearly that name lies beside
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
@@ -89,7 +88,7 @@ class Crashes:
     @property
     def found(self) -> list[Crash]:
         """List them, one for each line and text."""
-        return [*self.misnamed, *(crash for crash in self._met.values() if crash is not None)]
+        return [crash for crash in self._met.values() if crash is not None]
 
     @property
     def in_calls(self) -> list[Crash]:

@@ -5,7 +5,6 @@ No more is run than importing runs; of a file that does not come to its end, onl
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -21,11 +20,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.absent import ABSENCES
-from equivalence_tests.checker.reach.crashes import CRASHES, Crash
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
-from equivalence_tests.checker.reach.syntax import nodes_in, tree_of
-from equivalence_tests.checker.reporting.lines import OURS, code_lines, raised_at
+from equivalence_tests.checker.reporting.lines import OURS, raised_at
 
 OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")
 PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")  # one of them stands at its root
@@ -34,7 +32,6 @@ FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to h
 # What a script does beside defining; none of it is run where a part of it cannot be.
 DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
 IMPORTS = (ast.Import, ast.ImportFrom)
-NEARLY = 0.85  # of the letters of two names
 MOST_COMPUTED = 2**27
 CHECKED = "_checked_"  # how the name of a module begins that is checked
 
@@ -54,27 +51,12 @@ def imported(place: str, run_all: bool) -> ModuleType:
 
     try:
         with _users_modules_first(path) as found_above:
-            module = ABSENCES.imported(run, found_above)
-        CRASHES.misnamed += [x for name in ABSENCES.names for x in _misspelt(path, name)] if path.is_file() else []
-        return module
+            return ABSENCES.imported(run, found_above)
     except CannotCheckError:
         raise
     except (Exception, SystemExit) as error:
         CRASHES.note(error)
         raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}") from error
-
-
-def _misspelt(path: Path, absent: str) -> Iterator[Crash]:
-    """Say of a module that is absent that a file of nearly this name lies beside, and defines what is imported."""
-    near = difflib.get_close_matches(absent, [file.stem for file in path.parent.glob("*.py")], n=1, cutoff=NEARLY)
-    imports = [x for x in nodes_in(str(path)) if isinstance(x, ast.ImportFrom) and x.module == absent]
-    if near and imports and path.suffix == ".py":
-        inside = tree_of(str(path.with_name(f"{near[0]}.py"))).body
-        defined = {x.name for x in inside if isinstance(x, ast.ClassDef | ast.FunctionDef)}
-        if {alias.name for alias in imports[0].names} <= defined:
-            why, fix = f"{near[0]}.py lies beside, and defines what is imported", f"Is {near[0]} meant?"
-            lines = code_lines(((str(path), imports[0].lineno, "<module>"),))
-            yield Crash(f"ModuleNotFoundError: No module named {absent!r}", why, fix, lines, True)
 
 
 def definitions_beside(target: Any, speaks_of_it: Callable[[str], bool]) -> Iterator[dict[str, Any]]:

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 
 
 @functools.lru_cache(maxsize=64)
-def tree_of(path: str) -> ast.Module:
-    """Parse a file."""
-    return ast.parse("".join(linecache.getlines(path)))
-
-
-@functools.lru_cache(maxsize=64)
 def nodes_in(path: str) -> list[ast.AST]:
     """List what a file says."""
-    return list(ast.walk(tree_of(path)))
+    return list(ast.walk(ast.parse("".join(linecache.getlines(path)))))
 
 
 def spans(node: ast.stmt, line: int) -> bool:

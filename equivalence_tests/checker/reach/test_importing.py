@@ -208,15 +208,6 @@ def test_numpy_is_back_in_the_users_modules_afterwards(tmp_path: Path, monkeypat
     assert mine.np is np is importlib.import_module("weighing_once").np
 
 
-def test_a_misspelt_file_of_the_project_is_named(tmp_path: Path) -> None:
-    (tmp_path / "self_attention.py").write_text("class Attention: ...\n")
-    (tmp_path / "mine.py").write_text(
-        "import torch\nfrom self_atention import Attention\n\nclass Mine(Attention): ...\n"
-    )
-    finding = verify(f"{tmp_path / 'mine.py'}:Mine").findings[0]
-    assert (finding.fix, finding.line and finding.line.number) == ("Is self_attention meant?", 2)
-
-
 def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> None:
     body = NUMPY.replace("def attention(Q", "class Mine:\n  def forward(self, Q").replace("\n    ", "\n      ")
     body += "\n  def __init__(self, d_k=4):\n    self.scale = np.sqrt(np.full((1, 1), 1.0))\n"
