@@ -29,6 +29,7 @@ OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
+PADDING = "padding"
 TARGET = "arg:1"  # how a watched run names it
 
 
@@ -46,7 +47,7 @@ Seen = dict[Site, set[tuple[int, int]]]  # which query gives weight to which key
 class Mask:
     """What one mask does."""
 
-    name: str  # the argument, or "padding"
+    name: str  # the argument, or PADDING
     form: MaskForm | None = None  # the first form that hides a token; None if there is none
     used: bool = False  # whether any form has any effect
     tried: bool = False  # whether any form is taken
@@ -134,6 +135,14 @@ def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
 def looks_ahead(module: nn.Module, run: ModelRun) -> bool:
     """Whether some attention weighs a key that stands behind its query."""
     return any(key > query for pairs in _Reader(module, run, 1, run).plain.values() for query, key in pairs)
+
+
+def padding_in_front_sees_nothing(module: nn.Module, run: ModelRun) -> bool:
+    """Whether a first token that is padding has no key to see in some attention, as those behind it are hidden too."""
+    reader = _Reader(module, run, 1, run)
+    padded = (run.source.index_fill(1, torch.tensor(0), pad) for pad in _pads(module))
+    runs = (reader.seen({}, ids, run.target) for ids in padded)
+    return any(not seen or any(all(query for query, _ in pairs) for pairs in seen.values()) for seen in runs)
 
 
 class _Reader:
@@ -238,7 +247,7 @@ class _Reader:
         reached = [site for site, pairs in seen.items() if pairs != self.plain.get(site)]
         inverted = [site for site in reached if site.reads != "target" and (0, 0) not in seen[site]]
         if reached:
-            yield Mask("padding", used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
+            yield Mask(PADDING, used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
 
 
 def _weighed(part: Part) -> set[tuple[int, int]]:

@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import OF_MASKS, idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
-from equivalence_tests.checker.layers.masks import looks_ahead
+from equivalence_tests.checker.layers.masks import PADDING, looks_ahead, padding_in_front_sees_nothing
 from equivalence_tests.checker.layers.walk import Walk, is_inside, masks_of, recorded
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
@@ -37,6 +37,9 @@ WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 SEES_ALL = "every token sees those after it: right where hidden tokens are predicted, wrong where the next one is"
+SEES_NONE = (
+    "it has no key to see, which gives NaN, in torch's own layers on their fast path; padding behind the tokens ran"
+)
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
 GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$|sasrec", re.IGNORECASE)
 BOTH_WAYS = re.compile(r"masked_?(lm|lang|model|im|tok|auto)|bert|bidirect|encoder|prefix|diffusion", re.IGNORECASE)
@@ -105,6 +108,9 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     off = switch_off(walk.module, OF_MASKS)
     idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
+    padded = any(mask.name == PADDING for mask in read.masks) and run.target is None
+    if padded and padding_in_front_sees_nothing(walk.module, run):
+        walk.report.coverage.append(Exercise("padding before the first token", False, SEES_NONE))
     required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
     for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):
         walk.skip(WHOLE_MODEL, f"{name} hides no token in any form that was tried")

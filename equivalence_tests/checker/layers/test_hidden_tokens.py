@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
@@ -182,3 +183,38 @@ def test_other_recommenders_are_not_passed_over(old: str, new: str, words: str, 
     said = report_on(ITEMS.replace(old, new), "Recommender" if "Recommender" in new else "SASRec", tmp_path)
     assert said.startswith(("deviates", "unchecked")), said
     assert words in said
+
+
+class Recommender(nn.Module):
+    """Right where padding lies behind the items: in front of them it would see no key."""
+
+    def __init__(self, num_items: int, hidden: int = 32, heads: int = 2, max_len: int = 50) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items + 1, hidden, padding_idx=0)
+        self.places = nn.Embedding(max_len, hidden)
+        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(hidden, num_items)
+
+    def padding(self, items: Tensor) -> Tensor:
+        return items == 0
+
+    def forward(self, items: Tensor) -> Tensor:
+        n = items.size(1)
+        x = self.items(items) + self.places(torch.arange(n))
+        causal = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
+        x = self.encoder(x, mask=causal, src_key_padding_mask=self.padding(items))
+        return self.out(x)
+
+
+class AlwaysSeesTheFirst(Recommender):
+    """Right for padding anywhere: the first item is never hidden."""
+
+    def padding(self, items: Tensor) -> Tensor:
+        return (items == 0).index_fill(1, torch.tensor(0), False)
+
+
+def test_padding_in_front_that_leaves_a_query_without_keys_is_listed() -> None:
+    report = verify(Recommender)
+    assert [one.what for one in report.not_exercised] == ["padding before the first token"], str(report)
+    assert verify(AlwaysSeesTheFirst).verdict == "equal", str(verify(AlwaysSeesTheFirst))

@@ -57,7 +57,10 @@ GRID, RESOLUTION = (4, 8), r"^(in(put)?_?|patch\w*_)?(res(olution)?|grid(_?size)
 # What an argument of a constructor is given.
 SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob|^(?!(dilat|sampl|fram)\w*_)\w+_rate$", lambda s: DROPOUT),
-    (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
+    (
+        r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size|^(n|num)_?(items?|users?)$|^(item|user)_?(num|count|size)$",
+        lambda s: VOCABULARY,
+    ),
     (r"^(n|nb|num)_?(class(es)?|cls|labels|categories)$", lambda s: CLASSES),
     (COUNTS_KEY_HEADS, lambda s: s.key_heads),
     (
@@ -187,8 +190,8 @@ def first_match(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
 def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what a constructor argument of this name probably wants, and whether anything is known.
 
-    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_classes", "zebra")]
-    [(True, 3), (True, 33), (True, 13), (False, None)]
+    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_items", "num_classes", "zebra")]
+    [(True, 3), (True, 33), (True, 29), (True, 13), (False, None)]
     """
     value = first_match(name, SIZE_NAMES, None)
     return value is not None, value(sizes) if value else None
