@@ -110,7 +110,7 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
     padded = any(mask.name == PADDING for mask in read.masks) and run.target is None
     if padded and padding_in_front_sees_nothing(walk.module, run):
-        walk.report.coverage.append(Exercise("padding before the first token", False, SEES_NONE))
+        walk.report.coverage.append(Exercise("padding in front of the tokens", False, SEES_NONE))
     required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
     for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):
         walk.skip(WHOLE_MODEL, f"{name} hides no token in any form that was tried")

@@ -216,5 +216,5 @@ class AlwaysSeesTheFirst(Recommender):
 
 def test_padding_in_front_that_leaves_a_query_without_keys_is_listed() -> None:
     report = verify(Recommender)
-    assert [one.what for one in report.not_exercised] == ["padding before the first token"], str(report)
+    assert [one.what for one in report.not_exercised] == ["padding in front of the tokens"], str(report)
     assert verify(AlwaysSeesTheFirst).verdict == "equal", str(verify(AlwaysSeesTheFirst))
