@@ -52,13 +52,12 @@ def listed_models(libraries: list[str]) -> list[WildModel]:
 
 
 def judged_by_checker(attention: Attention) -> Report:
-    """Judge an attention where it stands: the call that was seen, on the module in its model."""
-    from equivalence_tests.checker.engine.running import Call
-    from equivalence_tests.checker.equivalent.calls import diagnose_call
+    """Judge an attention where it stands, as a user does: the module, with the call that was seen."""
+    from equivalence_tests.checker.verify import verify
 
     call = attention.call
-    found = diagnose_call(Call(attention.module, call.args, dict(call.kwargs)), name=attention.name)
-    return max(found, key=severity, default=Report(attention.name, reason="no attention was found in the call"))
+    found = verify(attention.module, (call.args, dict(call.kwargs)))
+    return max(found, key=severity)
 
 
 def severity(report: Report) -> int:

@@ -102,7 +102,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
 
     Where something hides its operations, as TorchScript and numpy do, nobody knows what it takes.
     """
-    if _hides(run):
+    if hides(run):
         return
     live = run.live()
     used = _taken_by(run, live)
@@ -118,7 +118,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
             yield argument, slot.value
 
 
-def _hides(run: Run) -> bool:
+def hides(run: Run) -> bool:
     """Whether something is taken, or comes back, that no operation gave."""
     known = {storage_of(slot.tensor) for slot in run.recorder.given}
     known |= {storage_of(slot.tensor) for operation in run.operations for slot in operation.outputs}

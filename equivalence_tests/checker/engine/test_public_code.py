@@ -703,6 +703,15 @@ class LeansAfterItsRotation(TurnsByATable):
         return rotated + rotated.mean(-1, keepdim=True)
 
 
+class BendsPiecesAfterTheirRotation(TurnsByATable):
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:  # type: ignore[override]
+        q, k, v = (self.split(part(x)) for part in (self.to_q, self.to_k, self.to_v))
+        q = self.turned(q).contiguous().abs()
+        pieces = zip(*(y.split(lengths, 2) for y in (q, self.turned(k), v)), strict=True)
+        attended = torch.cat([F.scaled_dot_product_attention(*piece) for piece in pieces], 2)
+        return self.to_out(attended.transpose(1, 2).flatten(2))
+
+
 class TurnsFaster(TurnsByATable):
     power = 1
 
@@ -735,6 +744,8 @@ def test_what_is_done_after_a_rotation_is_no_mistake_of_the_rotation() -> None:
     found = verify(lambda: LeansAfterItsRotation(60, 60, 6)).findings
     assert [one.name for one in found] == ["query_changed_by_add", "key_changed_by_add"]
     assert all(one.line is not None and "rotated.mean" in one.line.text for one in found)
+    (report,) = verify(BendsPiecesAfterTheirRotation(12, 12, 2), (torch.randn(1, 8, 12), [5, 3]))
+    assert (report.mistakes, report.reason) == (("query_changed_by_abs",), "")
 
 
 @pytest.mark.parametrize(

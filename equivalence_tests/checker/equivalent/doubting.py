@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.meaning import SIZES
-from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio
+from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio, identical
 from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MIXES, REDUCES, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.reach.arguments import role_of_parameter
@@ -61,15 +61,23 @@ class Doubt:
         names = [name for name, x in zip(self.watched.names, self.watched.given, strict=True) if x.key == instead.key]
         users = Graph(self.watched.operations).users(instead)
         vector = instead.value.numel() == max(instead.value.shape, default=1)
-        alone = all(one in parts for one in users) and not any(one.name in MIXES for one in parts)
+        alone = all(one in parts for one in users) and not any(map(_mixes, self._way()))
         return names[0] if names and vector and alone else ""
+
+    def _way(self) -> list[Operation]:
+        """The operations that take what is left, or what others have made of it."""
+        made, found = {storage_of(self.repair.instead.tensor)}, list[Operation]()
+        for one in self.repair.parts:
+            if made & {storage_of(x.tensor) for x in one.inputs}:
+                made |= {storage_of(x.tensor) for x in one.outputs}
+                found.append(one)
+        return found
 
     def _adds_what_is_there(self) -> str:
         """A residual connection, or a branch: behind the scores, something is added that is made of other data."""
-        operation, made = self.repair.operation, {storage_of(self.repair.instead.tensor)}
-        for one in self.repair.parts[:-1]:
-            taken = {storage_of(x.tensor) for x in one.inputs}
-            made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
+        operation = self.repair.operation
+        between = [x for one in self._way() if one is not operation for x in one.outputs]
+        made = {storage_of(x.tensor) for x in (self.repair.instead, *between)}
         held = {*dict(self.module.named_parameters()), *dict(self.module.named_buffers())}
         pairs = zip(operation.inputs, operation.origins, strict=True)
         outside = (bits for x, bits in pairs if storage_of(x.tensor) not in made)
@@ -93,7 +101,7 @@ class Doubt:
         outputs = (x for one in self.repair.parts for x in one.outputs)
         known = {storage_of(x.tensor) for x in (self.repair.instead, *outputs)}
         alone = all(
-            one.name not in MIXES
+            not _mixes(one)
             and all(storage_of(x.tensor) in known for x in one.inputs)
             and (one.inputs or all(x.value.numel() == 1 for x in one.outputs))  # places are no constant
             for one in self.repair.parts
@@ -118,6 +126,11 @@ class Doubt:
     def _rounds(self, out: Tensor, instead: Tensor) -> str:
         close = torch.allclose(out, instead, rtol=0.02, atol=0.02 * float(instead.abs().max()))
         return "it rounds to another precision" if close and any(x.name in CASTS for x in self.repair.parts) else ""
+
+
+def _mixes(one: Operation) -> bool:
+    """Whether an operation is no function of each number alone; along an axis of one number it gives what it takes."""
+    return one.name in MIXES and not identical(one.outputs[0].value, one.inputs[0].value)
 
 
 def of_its_values(out: Tensor, instead: Tensor) -> str:

@@ -14,6 +14,7 @@ from equivalence_tests.checker.zoo.right import broken
 MERGED = "merged = context.transpose(1, 2).flatten(2)"
 PROJECTED = "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
 WEIGHED = "F.linear(x, self.k_proj.weight * self.k_proj.weight.sigmoid(), self.k_proj.bias)"
+SCORES = "scores = q @ k.mT / math.sqrt(q.size(-1))"
 HELD = "self.num_heads = num_heads"
 
 
@@ -61,6 +62,13 @@ def test_tokens_that_are_moved_before_they_are_projected_are_found_there(tmp_pat
             ),
             "own.weight has no other use",
         ),
+        (
+            (
+                (HELD, f"{HELD}\n        self.own = nn.Parameter(torch.ones(num_heads, 1, 1))"),
+                (SCORES, f"{SCORES} * (self.own.exp().cumsum(-1) / torch.arange(1, 2)[:, None])"),
+            ),
+            "own has no other use",
+        ),
         (((PROJECTED, f"x = x + torch.arange(x.size(1))[:, None] * 0.1\n        {PROJECTED}"),), "positions alone"),
     ],
 )
@@ -73,8 +81,7 @@ def test_what_may_be_intended_is_named_and_not_blamed(
 
 
 def test_scores_of_which_some_are_cut_off_are_followed(tmp_path: Path) -> None:
-    scores = "scores = q @ k.mT / math.sqrt(q.size(-1))"
-    report = verify(changed(tmp_path, (scores, scores.replace("q @ k.mT", "F.pad((q @ k.mT)[..., 1:], (1, 0))"))))
+    report = verify(changed(tmp_path, (SCORES, SCORES.replace("q @ k.mT", "F.pad((q @ k.mT)[..., 1:], (1, 0))"))))
     assert report.verdict in ("deviates", "unchecked")
     assert "check stopped" not in report.reason
 

@@ -14,10 +14,10 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.taking_part import OF_MASKS, idle_modules
+from equivalence_tests.checker.engine.taking_part import OF_MASKS
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
 from equivalence_tests.checker.layers.masks import PADDING, looks_ahead, padding_in_front_sees_nothing
-from equivalence_tests.checker.layers.walk import Walk, is_inside, masks_of, recorded
+from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, masks_of, outermost, recorded
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
@@ -66,7 +66,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
     for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
         walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
     walk.report.conventions += list(_model_rows(run))
-    walk.report.coverage += _not_given(walk, run)
+    walk.report.coverage += [*_not_given(walk, run), *_left_out(walk)]
 
 
 def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
@@ -82,6 +82,20 @@ def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
         optional = parameter.default is not parameter.empty and not is_switch
         if optional and parameter.name not in given and not AIM.search(parameter.name):
             yield Exercise(parameter.name, False, "no call gave it")
+
+
+def _left_out(walk: Walk) -> Iterator[Exercise]:
+    """List what attends and takes no part in a run that shows no mistake; the wiring tells of what is in a layer."""
+    marks = {mark_of(layer) for _, layer in layers_of(walk.module)}
+    layers = [path for path, child in walk.module.named_modules() if path and mark_of(child) in marks]
+    idle = [] if walk.report.findings else [one for one in _attending(walk.module) if one in walk.idle]
+    for path in dict.fromkeys(outermost(walk.idle, one) for one in idle):
+        if not any(is_inside(path, layer) for layer in layers):
+            yield Exercise(path, False, "nothing is made of it that comes back")
+
+
+def _attending(module: nn.Module) -> list[str]:
+    return [path for path, kind in atoms_of(module).items() if kind in ("attention", "layers")]
 
 
 def _taken_by_losses(module: nn.Module) -> set[str]:
@@ -182,12 +196,12 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
     """Look at how a model is wired: what was looked at, the name of the mistake ("" if there is none), and where."""
     stacks = list(_stacks(walk.module))
     ran = walk.ran or recorded(walk.module, run, run.source, run.target)
-    yield from _unused(walk.module, ran, stacks)
+    yield from _unused(walk, ran, stacks)
     with torch.no_grad():
         yield from _judge_stacks(run, ran, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
             paths = [path for path, _ in stacks]
-            attending = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
+            attending = _attending(walk.module)
             last = [path for path in paths if any(is_inside(one, path) for one in attending)][-1:] or attending[:1]
             yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, last))
 
@@ -202,13 +216,16 @@ def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]
         yield "memory", _memory_mistake(run, ran, stacks), stacks[1][0]
 
 
-def _unused(module: nn.Module, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
+def _unused(walk: Walk, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
     """Name the norms, embeddings and layers that have no effect, unless the whole module around them has none."""
-    idle, called = idle_modules(ran, module), {call.path for call in ran.recorder.calls}
+    module, idle, called = walk.module, walk.idle, {call.path for call in ran.recorder.calls}
     for stack, layers in stacks:
         left_out = [path for path in (f"{stack}.{i}" for i in range(len(layers))) if path not in called]
         if 0 < len(left_out) < len(layers) and left_out[0] in idle:
             yield "all parts take part", "part_never_used", left_out[0]
+    attending = _attending(module)
+    if attending and idle.issuperset(attending):
+        yield "all parts take part", "part_never_used", outermost(idle, attending[0])
     for path in [path for path, _ in module.named_modules() if path in idle]:
         child, owner = module.get_submodule(path), path.rpartition(".")[0]
         while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):

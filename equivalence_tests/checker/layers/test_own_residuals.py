@@ -191,6 +191,21 @@ class Stack(nn.Module):
             x = layer(x, mask)
         return x
 """
+NEVER_CALLED = (
+    TURNED.partition("class Stack")[0].replace(".flip(1)", "")
+    + """
+class Stack(nn.Module):
+    def __init__(self, d_model, nhead):
+        super().__init__()
+        self.layers, self.others = (nn.ModuleList(Layer(d_model, nhead) for _ in range(2)) for _ in range(2))
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x, memory):
+        for layer, other in zip(self.layers, self.others):
+            x = LAYERS
+        return self.norm(x)
+"""
+)
 
 
 def test_an_attention_that_nothing_calls_is_a_mistake(tmp_path: Path) -> None:
@@ -203,3 +218,21 @@ def test_tokens_that_change_places_in_each_of_two_layers_are_not_equal(tmp_path:
     (tmp_path / "theirs.py").write_text(TURNED, encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:Stack")
     assert report.verdict in ("unchecked", "deviates"), str(report)
+
+
+@pytest.mark.parametrize(
+    ("layers", "verdict", "mistakes", "left"),
+    [
+        ("x", "deviates", ("part_never_used",), []),
+        ("layer(x)", "partial", (), ["others"]),
+        ("other(layer(x if len(memory) else x))", "partial", (), ["memory"]),
+        ("other(layer(x))", "equal", (), []),
+    ],
+)
+def test_layers_that_nothing_calls_and_a_memory_that_changes_nothing_are_not_equal(
+    layers: str, verdict: str, mistakes: tuple[str, ...], left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.py").write_text(NEVER_CALLED.replace("LAYERS", layers), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Stack")
+    assert (report.verdict, report.mistakes) == (verdict, mistakes), str(report)
+    assert [one.what for one in report.not_exercised] == left, str(report)

@@ -423,6 +423,7 @@ class ImageModel(SeriesModel):
 
     def __init__(self, d_model: int = 24) -> None:
         super().__init__(3, d_model, 4)
+        del self.encoder, self.proj
         self.patches, self.blocks = nn.Conv2d(3, d_model, 4, 4), nn.ModuleList(self.make_blocks(d_model))
 
     def make_blocks(self, d_model: int) -> Sequence[nn.Module]:

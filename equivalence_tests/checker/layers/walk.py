@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.conventions import modules_around
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.taking_part import idle_modules
+from equivalence_tests.checker.engine.taking_part import hides, idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
@@ -79,8 +79,8 @@ class Walk:
 
     @cached_property
     def idle(self) -> set[str]:
-        """The sub-modules that take no part in the run of the whole."""
-        return set() if self.ran is None else idle_modules(self.ran, self.module)
+        """The sub-modules that take no part in the run of the whole; none where something hides that."""
+        return set() if self.ran is None or hides(self.ran) else idle_modules(self.ran, self.module)
 
     def busy_in(self, path: str) -> set[str]:
         """Name the sub-modules of a part that take part in the run of the whole."""
@@ -107,6 +107,15 @@ class Walk:
 def is_inside(path: str, outer: str) -> bool:
     """Whether a module lies inside another one."""
     return path != outer and (not outer or path.startswith(f"{outer}."))
+
+
+def outermost(paths: Iterable[str], inside: str) -> str:
+    """Give the outermost of some modules that is a module, or holds it.
+
+    >>> outermost(["layers.0.attn", "layers.0", "head"], "layers.0.attn")
+    'layers.0'
+    """
+    return min((path for path in paths if path == inside or is_inside(inside, path)), key=len)
 
 
 def mark_of(child: nn.Module) -> tuple[Any, ...]:

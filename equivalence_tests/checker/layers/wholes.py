@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof, differs, explained, unread
 from equivalence_tests.checker.equivalent.part_holding import (
@@ -36,6 +37,7 @@ from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, role_of_p
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.model_calls import ModelRun, run_layer
+from equivalence_tests.checker.reach.proposing import unread_arguments
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -108,9 +110,18 @@ class Whole:
         call = self.calls.recorded(0, False)
         if not isinstance(call.kwargs.get(name), Tensor):
             return True
-        other = replace(call, kwargs={**call.kwargs, name: torch.zeros_like(call.kwargs[name])})
-        pairs = zip(tensors_in((call.returned(),)), tensors_in((other.returned(),)), strict=True)
-        return any(not torch.equal(x, y) for x, y in pairs)
+        other = ask(replace(call, kwargs={**call.kwargs, name: torch.zeros_like(call.kwargs[name])}).returned)
+        pairs = zip(tensors_in((call.returned(),)), tensors_in((other.value,)), strict=other.error is None)
+        return other.error is not None or any(not torch.equal(x, y) for x, y in pairs)
+
+    def in_vain(self) -> Iterator[Exercise]:
+        """List the arguments beside masks that are handed over, and change nothing."""
+        masks, unread = {*self.run.masks, *(mask.name for mask in self.masks)}, unread_arguments(self.module)
+        for name in self.calls.recorded(0, False).kwargs:
+            if name in unread:
+                yield Exercise(name, True, NEVER_READ)
+            elif name not in masks and not self.takes_part(name):
+                yield Exercise(name, False, IDLE)
 
     def equivalent(self) -> Equivalent:
         """Read the program, write it down, and compare it; UnreadError if none can be made."""
@@ -239,6 +250,9 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         unread(report, str(why))
         return False
     report.coverage = [_as_handed(one, whole) for one in report.coverage]
+    listed = {one.what for one in report.coverage}
+    report.coverage += [one for one in whole.in_vain() if one.what not in listed]
+    report.notes += [f"{one.what}: {NEVER_READ}" for one in report.coverage if one.detail == NEVER_READ]
     if not found.agrees:
         differs(report, whole.worst)
         return False

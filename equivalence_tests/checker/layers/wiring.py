@@ -19,6 +19,7 @@ from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.equivalent.search import together
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.putting import Putting
+from equivalence_tests.checker.layers.walk import outermost
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import (
     BASES,
@@ -77,8 +78,8 @@ def read_wiring(
         wiring.unread.append(str(why))
     idle = idle_modules(run, follower.module).difference(busy)
     wiring.steps |= _steps(follower.labels, atoms, wiring)
-    around = {p: min((x for x in idle if f"{p}.".startswith(f"{x}.")), key=len) for p in atoms if p in idle}
-    unused = {p: (atoms[p], assigned_at(follower.module, outermost)) for p, outermost in around.items()}
+    around = {path: outermost(idle, path) for path in atoms if path in idle}
+    unused = {path: (atoms[path], assigned_at(follower.module, held)) for path, held in around.items()}
     _judge_unused(wiring, unused, trial.plan.self_attention)
     if follower.returned:
         putting = Putting(follower, partial(_watched, trial))

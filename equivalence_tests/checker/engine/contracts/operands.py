@@ -231,9 +231,11 @@ def _behind_rotation(run: Run, operand: Operand) -> Departure | None:
     for place in range(len(steps) - 2, -1, -1):
         operation, codes, _ = steps[place]
         if operation.name in ADDS and (rotated := _as_given_by(run, operand, operation, codes)) is not None:
-            end, codes, _ = steps[-1]
-            patches = {end.index: partial(_from_rotation, rotated, codes)}
-            return changed_by(steps[place + 1][0], "operand", operand.role, patches=patches)
+            later = steps[place + 1 :]
+            whole = [(one, codes) for one, codes, _ in later if len(one.outputs) == 1]  # no piece of many
+            patches = {end.index: partial(_from_rotation, rotated, codes) for end, codes in whole[-1:]}
+            changed = (one for one, codes, value in later if not _is_as_rotated(rotated, codes, value))
+            return changed_by(next(changed, later[0][0]), "operand", operand.role, patches=patches)
     return None
 
 
@@ -251,9 +253,19 @@ def _as_given_by(run: Run, operand: Operand, operation: Operation, codes: Tensor
 
 def _from_rotation(rotated: Operand, codes: Tensor, recorder: Recorder, operation: Operation) -> Tensor:
     """Take the numbers as the rotation gave them in this run."""
-    made = recorder.operations[rotated.until.index - 1].outputs[0].value.double()
-    want = looked_up(codes, rotated.codes.flatten(), made.flatten()[rotated.places].flatten())
+    want = _rotated(rotated, codes, recorder.operations[rotated.until.index - 1].outputs[0].value)
     return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
+
+
+def _is_as_rotated(rotated: Operand, codes: Tensor, value: Tensor) -> bool:
+    """Whether the numbers under some names are those that the rotation gave."""
+    want = _rotated(rotated, codes, rotated.slot.value)
+    return near(value.double()[~want.isnan()], want[~want.isnan()], rotated.tolerance)
+
+
+def _rotated(rotated: Operand, codes: Tensor, made: Tensor) -> Tensor:
+    """The numbers that a rotation made, under other names; NaN where it made none."""
+    return looked_up(codes, rotated.codes.flatten(), made.double().flatten()[rotated.places].flatten())
 
 
 def _is_own(attention: Attention, departure: Departure) -> bool:
