@@ -80,7 +80,10 @@ def _judged(
 def _called_otherwise(
     report: Report, owner: Any, intended: Mapping[str, str], alike: dict[Any, Report | None]
 ) -> Report:
-    """Where one call does not say what is wrong, call what holds the attention in other ways; of parts alike, one."""
+    """Where one call does not say what is wrong, call what holds the attention in other ways; of parts alike, one.
+
+    What is no more than seen there, as that a mask is ignored, says nothing of this call.
+    """
     around = [report.place, report.place.rpartition(".")[0]] if isinstance(owner, nn.Module) else [""]
     was_read = bool(report.conventions)  # else what was handed over holds NaN
     for path in dict.fromkeys(around) if report.verdict == "unchecked" and was_read else ():
@@ -89,7 +92,7 @@ def _called_otherwise(
         if mark not in alike:
             alike[mark] = _in_other_calls(part, report.target, intended) if _is_an_attention(part) else None
         other = alike[mark]
-        if other is not None and any(one.is_proven for one in other.findings):
+        if other is not None and any(one.proof is not None and one.proof.holds for one in other.findings):
             return replace(other, place=report.place)
     return report
 

@@ -1,6 +1,7 @@
 """An attention is found by its data flow, whatever it is called and wherever it is computed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -334,3 +335,26 @@ def test_a_shared_projection_deviates_and_says_who_does_so_on_purpose() -> None:
     report = verify(SharesQueriesAndKeys)
     assert report.mistakes == ("key_uses_query_projection",)
     assert "Reformer" in report.suspected[0].on_purpose_in
+
+
+class TwoStreamsAttention(nn.Module):
+    """Right: joins two streams, each with matrices of its own, and ignores a mask, as its callers know."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.own, self.others, self.o, self.other_o = (nn.Linear(dim, n * dim) for n in (3, 3, 1, 1))
+
+    def forward(self, x: Tensor, text: Tensor | None = None, attention_mask: Tensor | None = None) -> Any:
+        made = self.own(x) if text is None else torch.cat((self.own(x), self.others(text)), 1)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in made.chunk(3, -1))
+        merged = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (
+            self.o(merged) if text is None else (self.o(merged[:, : len(x[0])]), self.other_o(merged[:, len(x[0]) :]))
+        )
+
+
+def test_what_is_only_seen_in_other_calls_is_no_mistake_of_this_one() -> None:
+    (report,) = verify(TwoStreamsAttention(12, 3), (torch.randn(2, 5, 12), torch.randn(2, 4, 12)))
+    assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
+    assert verify(lambda: TwoStreamsAttention(12, 3)).mistakes == ("mask_never_used",)
