@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from equivalence_tests.checker.reach.arguments import RESOLUTION, ROLES, Sizes, role_of_parameter, value_for
+from equivalence_tests.checker.reach.arguments import (
+    ADDED_POSITIONS,
+    RESOLUTION,
+    ROLES,
+    Sizes,
+    role_of_parameter,
+    value_for,
+)
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reach.variadic import with_the_rest
@@ -295,7 +302,7 @@ def exact_lengths(module: nn.Module) -> list[int]:
     """List the lengths that tables of positions may insist on.
 
     Such tables are learned, of shape (1, len, features), or indices into one whose last axis is the length, or the rows
-    and columns of an image.
+    and columns of an image; an embedding that is called positions may be looked up as a whole.
     """
     learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
     indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
@@ -303,4 +310,6 @@ def exact_lengths(module: nn.Module) -> list[int]:
     named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
     grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
     sides = [side for side in map(math.isqrt, indices) if side**2 in indices]  # of (len, len), end to end
-    return [n for n in dict.fromkeys([*learned, *grids, *sides, *indices]) if SHORT < n <= LONGEST]
+    embeds = ((path.rpartition(".")[2], m) for path, m in module.named_modules() if isinstance(m, nn.Embedding))
+    places = [m.num_embeddings for name, m in embeds if ADDED_POSITIONS.search(name.lower())]
+    return [n for n in dict.fromkeys([*learned, *grids, *sides, *indices, *places]) if SHORT < n <= LONGEST]

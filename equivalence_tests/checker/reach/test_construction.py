@@ -733,3 +733,23 @@ def test_the_side_of_a_window_is_short(made: Any) -> None:
 
 def test_an_index_end_to_end_is_that_of_a_square() -> None:
     assert exact_lengths(OfDistancesInWindows(33, 3)) == [9, 81]
+
+
+class LooksUpAllPlaces(nn.Module):
+    """Takes as many items as it has places, as models of what users did last have them."""
+
+    def __init__(self, num_items: int, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.item_embedding, self.pos_embedding = nn.Embedding(num_items + 2, embed_dim), nn.Embedding(20, embed_dim)
+        layer = nn.TransformerEncoderLayer(embed_dim, num_heads, 2 * embed_dim, batch_first=True)
+        self.transformer = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.output = nn.Linear(embed_dim, num_items + 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.item_embedding(x) + self.pos_embedding(torch.arange(20)[None])
+        return self.output(self.transformer(x, src_key_padding_mask=mask))
+
+
+def test_items_are_a_vocabulary_and_all_places_may_be_looked_up_at_once() -> None:
+    assert exact_lengths(next(build(LooksUpAllPlaces))[0]) == [20]
+    assert verify(LooksUpAllPlaces).verdict == "equal"
