@@ -116,10 +116,9 @@ class Learnt(Expression):
     """A parameter as it is, such as a gain or a table of positions."""
 
     name: str
-    rows: bool = False  # whether only as many of its rows take part as there are tokens
 
     def _of(self, values: Values) -> Tensor:
-        return values.learnt(self.name)[..., : values.size(1), :] if self.rows else values.learnt(self.name)
+        return values.learnt(self.name)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.same import TABLE, identical, near
+from equivalence_tests.checker.engine.same import TABLE, near
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.equivalent.expressions import (
@@ -98,7 +98,7 @@ class Tracer:
             return self.read(inputs[0], before)
         found: Expression | None = None
         if name in CUTS:
-            found = self._rows(tensor, inputs) or self._cut(tensor, self.read(inputs[0], before))
+            found = self._cut(tensor, self.read(inputs[0], before))
         elif name in ("cat", "concat"):
             found = self._joined(tensor, inputs, before)
         elif name in ("expand", "repeat", "expand_as"):
@@ -186,15 +186,6 @@ class Tracer:
                 return Made("sigmoid", (self.read(x, made.index),))
             made = self.watched.maker_of(x, made.index)
         return None
-
-    def _rows(self, tensor: Tensor, inputs: list[Tensor]) -> Expression | None:
-        """The first rows of a parameter, as many as there are tokens."""
-        name = self.watched.learnt.get(id(inputs[0]), "")
-        if not name or inputs[0].dim() < 2 or tensor.dim() != inputs[0].dim():
-            return None
-        first = inputs[0][..., : tensor.size(-2), :]
-        tokens = self.watched.values.size(1)
-        return Learnt(name, rows=True) if tokens == tensor.size(-2) and identical(first, tensor) else None
 
     def _spread(self, x: Tensor, over: Tensor, before: int) -> Expression:
         """What takes part in a product: a number for each head, or token, has its features still to come."""

@@ -1,7 +1,6 @@
 """What is beside the tokens of a layer or a model: masks that hide some, and vectors that change all of a sample."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +11,9 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import Value
 from equivalence_tests.checker.reach.tracing import tensors_of
-from equivalence_tests.checker.reporting.lines import Frames
 
 BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")
 COMBINES = ("add", "sub", "mul", "div")
-MOST_SHARED = 2  # pieces, of which one may serve two sub-layers on purpose
 
 
 @dataclass(eq=False)
@@ -63,7 +60,7 @@ class Conditions:
 
     made: dict[int, tuple[str, str]] = field(default_factory=dict)  # by id, the argument, and the last part or ""
     places: dict[int, Tensor] = field(default_factory=dict)  # which of the numbers of that part each element is
-    taken: dict[str, list[tuple[Tensor, Frames]]] = field(default_factory=dict)  # those that change tokens, with lines
+    taken: dict[str, list[Tensor]] = field(default_factory=dict)  # those of each part that change tokens
     widths: dict[str, int] = field(default_factory=dict)  # how many numbers each part gives to a sample
 
     def given(self, name: str, x: Tensor, all_given: Sequence[Tensor]) -> bool:
@@ -102,7 +99,7 @@ class Conditions:
         (name, path), (value,) = known, data
         evidence = f"the sub-module {path} makes it of the argument {name}" if path else ""
         places = (self.places[id(x)].flatten() for x in inputs if id(x) in self.places)
-        self.taken.setdefault(path, []).extend((one, operation.frames) for one in places)
+        self.taken.setdefault(path, []).extend(places)
         sums.say(f"{operation.name} of each token and a vector of its sample", "gate", evidence)
         sums.used(value, path or name)
         label = sums.labels.add("conditioned", f"{path or name} {operation.index}", data)
@@ -113,16 +110,5 @@ class Conditions:
     @property
     def idle(self) -> list[str]:
         """The sub-modules that make numbers of such a vector of which some change no tokens."""
-        used = {path: torch.cat([one for one, _ in taken]).unique() for path, taken in self.taken.items() if taken}
+        used = {path: torch.cat(taken).unique() for path, taken in self.taken.items() if taken}
         return [path for path, places in used.items() if len(places) < self.widths[path]]
-
-    def taken_again(self) -> Iterator[Frames]:
-        """Give the line that takes one piece a second time, where of the others one is taken by none."""
-        for path in self.idle:
-            pieces = [(tuple(places.unique().tolist()), frames) for places, frames in self.taken[path]]
-            counts = Counter(piece for piece, _ in pieces)
-            again = [piece for piece, count in counts.items() if count == 2]
-            used = {place for piece in counts for place in piece}
-            several = len(counts) > MOST_SHARED and len(counts) + 1 == len(pieces)
-            if several and len(again) == 1 and self.widths[path] - len(used) == len(again[0]):
-                yield [frames for piece, frames in pieces if piece == again[0]][1]

@@ -32,7 +32,6 @@ from equivalence_tests.checker.layers.whole_calls import Calls, bound
 from equivalence_tests.checker.layers.whole_source import WholeWriter
 from equivalence_tests.checker.layers.whole_steps import NOT_FOLLOWED, Follower
 from equivalence_tests.checker.layers.whole_torchs import TorchsLayer
-from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, role_of_parameter
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
@@ -42,7 +41,7 @@ from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise, Proof
-from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
+from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 WORDS = "a Transformer of torch's parts", "one"
@@ -70,7 +69,6 @@ class Whole:
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
-    again: tuple[Frames, ...] = ()  # the lines that take what a condition makes a second time
     normalises: bool = False  # whether it is given data, which it normalises
     apart: str = ""  # the positions without which the program does not hold
 
@@ -153,7 +151,7 @@ class Whole:
         if left and ask(partial(self._run, 0, True)).error is None:
             masked, other = self._follow(masked=True)
             steps += other.steps(list(tensors_in((masked.output,))))
-        self.steps, self.again = tuple(dict.fromkeys(steps)), tuple(follower.conditions.taken_again())
+        self.steps = tuple(dict.fromkeys(steps))
         self.normalises = follower.series is not None
         return run, follower
 
@@ -257,11 +255,6 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         differs(report, whole.worst)
         return False
     if not explained(report, whole.evidence(report), whole.intended):
-        for frames in whole.again:
-            evidence = "the program below, which takes it twice, too, gives the same numbers"
-            found_again = found_mistake("modulation_taken_twice", stack=code_lines(frames), evidence=evidence)
-            report.findings.append(found_again)
-            report.verdict, report.reason = "deviates", ""
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]

@@ -50,12 +50,6 @@ ROWS = (
         "Add it to the residual stream; check which variable the next sum takes.",
     ),
     _layer(
-        "modulation_taken_twice",
-        "A shift, scale or gate that is made of the condition takes part twice, and another one never.",
-        ("x + gate1 * attention(x); x + gate1 * ff(x)", "x + gate1 * attention(x); x + gate2 * ff(x)"),
-        "Take for each sub-layer the one that is made for it.",
-    ),
-    _layer(
         "cross_maps_are_self_maps",
         "The self-attention maps are returned in place of the cross-attention maps.",
         ("returns the self-attention maps twice", "returns self-attention maps and cross-attention maps"),
