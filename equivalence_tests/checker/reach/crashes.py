@@ -3,9 +3,10 @@
 import ast
 import difflib
 import linecache
+import math
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +19,20 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
-from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.syntax import function_at, nodes_in, spans
-from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_of, is_users, source_of
+from equivalence_tests.checker.reach.tried import TRIED
+from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
 
 Place = tuple[str, int]  # a file and a line
 
 # What Python says where a local variable is read too early.
 UNBOUND = re.compile(r"local variable '(\w+)'")
+# What Python says where a call does not fit a signature, and what torch says of a number in the place of a tensor.
+MISFIT = re.compile(r"\S\(\) (missing \d|takes (from )?\d|got (an unexpected keyword|multiple values))")
+NO_TENSOR = re.compile(r"argument '\w+' \(position \d+\) must be Tensor, not (int|float)")
+OF_A_SHAPE = re.compile(r"\w+\.(size\([^()]*\)|shape\[[^][]*\])|len\(\w+\)")
 # What may give something a name that the text does not show.
 DYNAMIC = re.compile(
     r"__dict__|__getattr|__setattr__|\b((set|del)attr|vars|locals|globals|exec)\(|"
@@ -36,7 +42,7 @@ DYNAMIC = re.compile(
 NOT_IN_FILE = re.compile(r"^cannot import name '(\w+)' from '[\w.]+' \([^()]+\)$")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-OF_CODE = (NameError, AttributeError, ImportError, RuntimeError)  # NotImplementedError is of the last
+OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
 # What a parser says of brackets, quotes and signs, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
 SIGNS = re.compile(r"invalid (non-printable )?character")
@@ -163,6 +169,10 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
             return _not_in_self(owner, name, last)
+        case TypeError() if MISFIT.search(str(error)) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
+            return Fault("what is passed is written out in this line", "Pass what is taken there.")
+        case TypeError() if NO_TENSOR.search(str(error)) and (name := _root_of_a_size(last)):
+            return Fault("a size is a number in every call", f"Use math.{name}.")
         case NotImplementedError() if outside := _forward_outside(error):
             why = "its class has none: this one stands outside"
             return Fault(why, "Indent it as the class's methods are.", outside)
@@ -213,6 +223,54 @@ def _is_tested_mask(last: TracebackType) -> bool:
         x for one in tested[0].body for x in ast.walk(one) if isinstance(x, ast.BinOp | ast.Compare | ast.UnaryOp)
     ]
     return any(getattr(x, "id", "") == name for node in inside for x in ast.iter_child_nodes(node))
+
+
+def _failing_call(last: TracebackType) -> ast.Call | None:
+    """The call that raised."""
+    code = last.tb_frame.f_code
+    position = list(code.co_positions())[last.tb_lasti // 2]
+    calls = (x for x in nodes_in(code.co_filename) if isinstance(x, ast.Call))
+    return next((x for x in calls if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position), None)
+
+
+def _writes_out_a_call(last: TracebackType) -> bool:
+    """Whether a function of the user's or of torch that no caller chooses was called with arguments all written out."""
+    call = _failing_call(last)
+    if call is None or any(isinstance(x, ast.Starred) for x in call.args) or not all(x.arg for x in call.keywords):
+        return False
+    code, names = last.tb_frame.f_code, {x.id for x in ast.walk(call.func) if isinstance(x, ast.Name)}
+    called = _named(call.func, {**last.tb_frame.f_globals, **last.tb_frame.f_locals})
+    made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
+    file = str(getattr(getattr(made, "__code__", None), "co_filename", ""))
+    chosen = names & {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
+    return is_users(file) or (file.startswith(TORCH) and not chosen) if file else False
+
+
+def _named(node: ast.expr, names: Mapping[str, object]) -> object:
+    """What a name or an attribute stands for; None where it is neither."""
+    match node:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=value, attr=name):
+            return getattr(_named(value, names), name, None)
+    return None
+
+
+def _root_of_a_size(last: TracebackType) -> str:
+    """Name the function of torch's that was given a size, of a tensor or by its name, where math has the same."""
+    call = _failing_call(last)
+    if (
+        call is None
+        or len(call.args) != 1
+        or not isinstance(call.func, ast.Attribute)
+        or not hasattr(math, call.func.attr)
+    ):
+        return ""
+    given, names = OF_A_SHAPE.sub("1", ast.unparse(call.args[0])), {**last.tb_frame.f_globals, **last.tb_frame.f_locals}
+    nodes = [x for x in ast.walk(ast.parse(given)) if isinstance(x, ast.Name | ast.Attribute)]
+    values = {getattr(x, "attr", getattr(x, "id", "")): _named(x, names) for x in nodes}
+    sizes = (type(value) is int and value_for(name, Sizes())[0] for name, value in values.items() if name != "self")
+    return call.func.attr if all(sizes) else ""
 
 
 def _may_be_defined(name: str, last: TracebackType) -> bool:

@@ -69,6 +69,28 @@ OWN = {
     "a function that torch does not have": ("return F.softmx(x, -1)", "Is softmax meant?", {}),
     "a variable that is set too late": ("out = x + y\ny = x\nreturn out", "Set it before it is read.", {}),
     "a misspelt method of a tensor": ("return x.unsqeeze(1)", "Is unsqueeze meant?", {}),
+    "too many arguments": (
+        "part = Part()\nreturn part(x, x)",
+        "Pass what is taken there.",
+        {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
+    ),
+    "an argument that a module of torch does not have": (
+        "return x",
+        "what is taken there",
+        {"built": "self.gelu = nn.GELU(inplace=False)\n"},
+    ),
+    "a misspelt argument": (
+        "return x",
+        "what is taken there",
+        {"built": "self.conv = nn.Conv1d(4, 4, kerner_size=1)\n"},
+    ),
+    "a number where torch takes a tensor": (
+        "return x / torch.sqrt(self.dim)",
+        "math.sqrt",
+        {"built": "self.dim = dim\n"},
+    ),
+    "a number of the constructor": ("return x", "math.sqrt", {"built": "self.scale = torch.sqrt(dim // 2)\n"}),
+    "the width of a tensor": ("return x / torch.sqrt(x.size(-1))", "math.sqrt", {}),
     "a mask that is asked whether it is true": (
         "mask = x.ne(0) if part is None else part\nif mask:\n    x = x + mask * -1e9\nreturn x",
         "not None",
@@ -87,6 +109,12 @@ OTHERS = {
     "sizes that do not fit": ("return x @ x", {}),
     "what holds a tensor and more": ("return self.project(part.tensor if part else x.tensor)", {}),
     "a method of an array": ("return x.astype(int)", {}),
+    "arguments that depend on the input": (
+        "return Part()(*x)",
+        {"after": "\nclass Part(nn.Module):\n    def forward(self, x):\n        return x\n"},
+    ),
+    "arguments of a function that is not the user's": ("return torch.ones(x, 3)", {}),
+    "a number that a caller chooses": ("return x / torch.sqrt(self.scale)", {"built": "self.scale = dim * 1.0\n"}),
     "a switch that is no mask": ("if x:\n    x = x + 1\nreturn x", {}),
 }
 

@@ -62,10 +62,12 @@ class Tried:
         self.call: Try | None = None  # the first that ran, else the one that got furthest
         self.built_first: Try | None = None  # the first construction that succeeded
         self.not_built: Try | None = None  # the first that did not
+        self.handed_numbers_alone = True  # constructors were given nothing that could choose what is called
         self._kinds = {type(target)} - {FunctionType}
 
     def built(self, made: Try, instance: Any = None) -> None:
         """Note how something was built, or that it was not."""
+        self.handed_numbers_alone &= all(map(_is_number, made.kwargs.values()))
         if made.function is self.target and made.error:
             self.not_built = self.not_built or made
         elif made.function is self.target:
@@ -86,6 +88,11 @@ class Tried:
         """Give how an instance was built; None where it came ready."""
         found: Try | None = self._made.get(instance) if type(instance).__weakrefoffset__ else None
         return found
+
+
+def _is_number(value: Any) -> bool:
+    several = isinstance(value, tuple | list)
+    return all(map(_is_number, value)) if several else value is None or isinstance(value, int | float)
 
 
 TRIED = Tried()
