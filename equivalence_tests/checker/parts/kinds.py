@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name
+from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name, words_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import PARTS
 
@@ -79,7 +79,7 @@ def builds_masks(found: Any) -> bool:
     >>> builds_masks(subsequent_mask), builds_masks(masked_attention), builds_masks(torch.nn.Linear)
     (True, False, False)
     """
-    return inspect.isroutine(found) and BUILDER_NAME.search(getattr(found, "__name__", "")) is not None
+    return inspect.isroutine(found) and BUILDER_NAME.search(words_of(getattr(found, "__name__", ""))) is not None
 
 
 def kind_of(path: str, child: nn.Module) -> str:

@@ -40,11 +40,12 @@ from equivalence_tests.checker.parts.mask_meanings import (
     meanings,
     number_of,
 )
+from equivalence_tests.checker.parts.names import words_of
 from equivalence_tests.checker.reach.arguments import MASK_ROLES, first_match
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import COUNTS, ENCODINGS, SHAPES, in_shape
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked
+from equivalence_tests.checker.reach.proposing import compared_by, parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
@@ -59,6 +60,7 @@ SHOWN = "gives your mask, entry by entry, on 10 sequences of other lengths; noth
 STRONG = -1e4
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
 MOST_CALLS = 200
+ANOTHER = "another "  # string than those with which code compares an argument
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Attempt:
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """List the methods of the user's own class that build masks, bound to the instance."""
     own = (owner for owner in type(module).__mro__ if not owner.__module__.startswith(("torch", "builtins")))
-    for name, member in (pair for owner in own for pair in vars(owner).items() if BUILDER_NAME.search(pair[0])):
+    for name, member in (
+        pair for owner in own for pair in vars(owner).items() if BUILDER_NAME.search(words_of(pair[0]))
+    ):
         if isinstance(member, staticmethod | classmethod | FunctionType):
             yield name, getattr(module, name)
 
@@ -91,7 +95,44 @@ def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | No
     Raises:
         CannotCheckError: If it cannot be called, or gives no mask.
     """
-    function = _bound(found)
+    first, *others = _ways(_bound(found))
+    report = _examined(first[1], name, intended)
+    for said, function in others:
+        try:
+            _add_option(report, said, _examined(function, name, intended))
+        except CannotCheckError as error:
+            report.coverage += [Exercise(said, False, str(error))] if not said.startswith(ANOTHER) else []
+    return report
+
+
+def _ways(function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """Give the builder with each string with which it compares an argument, in words; by itself where there is none."""
+    compared = compared_by(inspect.unwrap(getattr(function, "__func__", function)))
+    ways: list[tuple[str, Callable[..., Any]]] = []
+    for parameter in parameters_of(function):
+        values = [x for x in dict.fromkeys(compared.get(parameter.name, ())) if isinstance(x, str)]
+        named = {f"{parameter.name}={x!r}": x for x in values if x != parameter.default}
+        named |= (
+            {f"{ANOTHER}{parameter.name}": ANOTHER} if values else {}
+        )  # which code refuses, or does something else for
+        ways += [("", function)] if values and parameter.default is not parameter.empty else []
+        ways += [(said, functools.partial(function, **{parameter.name: x})) for said, x in named.items()]
+    return ways or [("", function)]
+
+
+def _add_option(report: Report, said: str, other: Report) -> None:
+    """Add what is said of a builder that is called with another string."""
+    report.findings += [replace(one, evidence=f"{one.evidence}; called with {said}") for one in other.findings]
+    report.conventions += [(f"{said}: {what}" if what else "", here, there) for what, here, there in other.conventions]
+    left = [Exercise(said, False, other.reason)] if other.verdict == "unchecked" else other.not_exercised
+    report.coverage += left
+    if report.findings:
+        report.verdict, report.reason = "deviates", ""
+    elif report.verdict == "equal" and left:
+        report.verdict = "partial"
+
+
+def _examined(function: Callable[..., Any], name: str, intended: Mapping[str, str] | None) -> Report:
     draws = draws_of(_pads_near(function))
     report = Report(name, "mask builder")
     errors: list[str] = []

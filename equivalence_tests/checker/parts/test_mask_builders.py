@@ -231,3 +231,32 @@ def test_arguments_and_results_of_other_kinds_are_known(name: str, meaning: str)
     report = verify(f"{__name__}:{name}")
     assert (report.verdict, report.kind) == ("equal", "mask builder"), str(report)
     assert ("mask", meaning, "") in report.conventions
+
+
+def makeMaskOf(ids: Tensor, option: str) -> Tensor:  # noqa: N802
+    if option == "padding":
+        mask = (ids != 0)[:, None, None]
+    elif option == "ahead":
+        mask = (ids != 0)[:, None, None] & torch.ones(ids.size(1), ids.size(1)).tril().bool()
+    return mask
+
+
+def mask_of_a_mode(ids: Tensor, mode: str = "padding") -> Tensor:
+    padding = (ids != 0)[:, None, None]
+    return padding if mode == "padding" else padding & torch.ones(ids.size(1), ids.size(1)).tril(1).bool()
+
+
+def mask_of_known_modes(ids: Tensor, mode: str = "padding") -> Tensor:
+    if mode != "padding":
+        raise ValueError("there is no other")
+    return (ids != 0)[:, None, None]
+
+
+def test_each_string_that_a_builder_looks_for_is_tried_and_another() -> None:
+    report = verify(makeMaskOf)
+    assert (report.verdict, report.kind) == ("equal", "mask builder"), str(report)
+    assert ("option='ahead': mask", "causal, padding of ids (id 0)", "") in report.conventions
+    (finding,) = verify(mask_of_a_mode).findings
+    assert finding.name == "causal_sees_one_ahead"
+    assert finding.evidence.endswith("called with another mode")
+    assert verify(mask_of_known_modes).verdict == "equal"

@@ -75,8 +75,9 @@ def unread_arguments(function: Callable[..., Any]) -> set[str]:
 
 
 def nodes_of(target: Any) -> list[ast.AST]:
-    """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
-    written = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
+    """Give what a function says, or a class and those of its file that it is made from, if that is known."""
+    own = (target,) if inspect.isfunction(target) else ()
+    written = [one for one in getattr(target, "__mro__", own) if one.__module__ == target.__module__]
     return [node for one in written for node in parsed(source_of(one))]
 
 
@@ -97,7 +98,7 @@ def parsed(source: str) -> list[ast.AST]:
 
 
 def compared_by(target: Any) -> dict[str, list[object]]:
-    """List the constants with which a class compares what has a name."""
+    """List the constants with which a class, or a function, compares what has a name."""
     compared: dict[str, list[object]] = {}
     for node in nodes_of(target):
         match node:
