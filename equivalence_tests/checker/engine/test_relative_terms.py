@@ -235,13 +235,13 @@ class HandedOver(OfAllDistances):
 @pytest.mark.parametrize(
     ("wrong", "line", "said"),
     [
-        (LastRowLeftOut, "padded[..., :-1, :]", "that of query 1 and key 0 gets what query 0 says"),
-        (Seen, "padded[..., 1:, :]", "that of query 0 and key 2 gets what query 1 says"),
-        (ViewedAnew, "[..., length:, :]", "that of query 0 and key 0 gets what query 2 says"),
-        (MetByTheKeysPlace, "torch.einsum(self.meeting", "that of query 1 and key 0 gets what query 0 says"),
-        (HeadByHead, "padded[..., :-1, :]", "that of query 1 and key 0 gets what query 0 says"),
-        (SinusoidsFromTheStart, "padded[..., 1:, :]", "that of query 0 and key 2 gets what query 1 says"),
-        (SinusoidsBesidePadding, "padded[..., 1:, :]", "that of query 0 and key 2 gets what query 1 says"),
+        (LastRowLeftOut, "padded[..., :-1, :]", "the score of query 1 and key 0 gets that of query 0"),
+        (Seen, "padded[..., 1:, :]", "the score of query 0 and key 2 gets that of query 1"),
+        (ViewedAnew, "[..., length:, :]", "the score of query 0 and key 0 gets that of query 2"),
+        (MetByTheKeysPlace, "torch.einsum(self.meeting", "the score of query 1 and key 0 gets that of query 0"),
+        (HeadByHead, "padded[..., :-1, :]", "the score of query 1 and key 0 gets that of query 0"),
+        (SinusoidsFromTheStart, "padded[..., 1:, :]", "the score of query 0 and key 2 gets that of query 1"),
+        (SinusoidsBesidePadding, "padded[..., 1:, :]", "the score of query 0 and key 2 gets that of query 1"),
     ],
 )
 def test_what_another_query_says_is_named_on_its_line_with_a_proof(wrong: type, line: str, said: str) -> None:

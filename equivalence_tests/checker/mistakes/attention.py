@@ -39,7 +39,7 @@ LAYOUTS = (
     ),
     _product(
         "product_pairs_wrong_axes",
-        "The product of queries and keys does not sum over the elements of a head, but over another axis.",
+        "The product of queries and keys sums over another axis than the elements of a head.",
         ("one score sums over several tokens or heads", "scores[i, j] = sum over d of q[i, d] k[j, d]"),
         "Multiply q by k.transpose(-2, -1).",
         (SCALE_LINE, ACROSS_SAMPLES),
@@ -48,7 +48,7 @@ LAYOUTS = (
         "operands_summed_apart",
         "An einsum sums each operand by itself and multiplies the sums: their shared axis has two different letters.",
         ("einsum('{have}')", "einsum('{want}')"),
-        "Give the axis to sum over the same letter in both operands.",
+        "Use the same letter in both operands for the axis to sum over.",
         (WEIGHED, "torch.einsum('bhqk,bhvd->bhqd', dropped, v)"),
     ),
     _product(
@@ -137,7 +137,7 @@ LAYOUTS = (
         "(b, l, d, h) -> (b, l, d * h)",
         "Transpose heads and length only, and keep the elements of a head together.",
         (MERGE_LINE, "context.permute(0, 2, 3, 1).flatten(2)"),
-        on_purpose_in="timm's NesT; such weights are torch's, except for the order of the output projection's columns.",
+        on_purpose_in="timm's NesT; its weights fit torch's once the columns of the output projection are reordered.",
     ),
     _merge(
         "heads_missing_or_repeated",
@@ -227,7 +227,7 @@ ROLES = (
             f"{kind}_never_used",
             f"The output does not depend on the {kind} {{parameter}}.",
             ("the same output, whatever {parameter} is", f"an output that depends on the {kind} too"),
-            f"Use what is made from the {kind}, or remove it.",
+            f"Use what is computed from the {kind}, or remove it.",
         )
         for kind in ("weight", "argument")
     ),
@@ -246,13 +246,13 @@ ROLES = (
     ),
     _project(
         "one_head_for_all",
-        "All heads are one and the same module, so that each gives what the others give.",
-        ("[head] * num_heads, or a list into which one head is put again and again", "a head of its own at each place"),
+        "All heads are the same module, so each returns what the others return.",
+        ("[head] * num_heads, or a list with the same head appended each time", "a separate module for each head"),
         "Make a new module for each head: nn.ModuleList([Head(...) for _ in range(num_heads)]).",
     ),
     _project(
         "other_lengths_crash",
-        "It fails where keys and queries differ in number, though they are separate arguments: {said}.",
+        "It fails if there are more or fewer keys than queries, though they are separate arguments: {said}.",
         ("keys are laid out with the length of the queries", "keys of any length"),
         "Take the length of keys and values from their own shape.",
         ("self.k_proj(key)", "self.k_proj(key).view(query.shape)"),
@@ -326,8 +326,8 @@ WRAPS = (
     ),
     _norm(
         "norm_leaves_different_sizes",
-        "What is called a norm leaves tokens with different sizes.",
-        ("the tokens keep different means or squares", "every token has the same size before the gain"),
+        "It is called a norm, but leaves tokens with different means or sizes.",
+        ("the tokens keep different means or squares", "every token has the same mean or size before the gain"),
         "Take the mean, and the mean of the squares, over the features of one token, with keepdim=True.",
     ),
 )

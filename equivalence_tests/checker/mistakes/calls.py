@@ -30,23 +30,23 @@ CALLS = (
         "dropout_on_scores",
         "Dropout is applied to the scores, before the softmax: a dropped score is 0, not hidden.",
         ("softmax(dropout(scores))", "dropout(softmax(scores))"),
-        "Drop the weights, after the softmax.",
+        "Apply dropout to the weights, after the softmax.",
         (SOFTMAX_LINE, "self.dropout(scores).softmax(-1)"),
         (DROP_LINE, "weights"),
     ),
     _dropout(
         "dropout_not_on_weights",
-        "Dropout falls on something else than the weights.",
+        "Dropout is applied to something other than the weights.",
         ("{have}", "dropout(softmax(scores)) v"),
-        "Drop the weights, after the softmax and before they meet the values.",
+        "Apply dropout to the weights, after the softmax and before they are multiplied by the values.",
         (DROP_LINE, "weights"),
         (WEIGHED, "dropped @ self.dropout(v)"),
     ),
     _dropout(
         "gradients_fail",
-        "Training fails: an operation in place writes over what the gradients need.",
-        ("an operation in place, such as dropout(weights, inplace=True)", "dropout(weights)"),
-        "Let it write into a tensor of its own.",
+        "Training fails: an in-place operation overwrites what the gradients need.",
+        ("an in-place operation, such as dropout(weights, inplace=True)", "dropout(weights)"),
+        "Use the operation that returns a new tensor.",
         (DROP_LINE, "nn.functional.dropout(weights, self.dropout.p, self.training, inplace=True)"),
     ),
     _dropout(
@@ -58,14 +58,14 @@ CALLS = (
     ),
     _project(
         "layer_made_in_forward",
-        "A layer with weights is created anew in every forward pass, so that it is never trained.",
+        "A layer with weights is created anew in every forward pass, so it is never trained.",
         ("forward: nn.Linear(...)(x)", "__init__: self.linear = nn.Linear(...); forward: self.linear(x)"),
         "Make the layer in __init__.",
         ("self.v_proj(value)", "nn.Linear(value.size(-1), value.size(-1), dtype=value.dtype)(value)"),
     ),
     _project(
         "modules_not_registered",
-        "The modules in {what} are not registered, so that they are never trained, saved or moved to a device.",
+        "The modules in {what} are not registered, so they are never trained, saved or moved to a device.",
         ("{what} is a {kind}", "{what} is an {to}"),
         "Make it an {to}.",
         (
@@ -86,23 +86,23 @@ CALLS = (
     ),
     rows("call")(
         "line_raises",
-        "This line raises an exception that no argument is the cause of.",
+        "This line raises an exception, whatever the arguments are.",
         ("{said}", "a line that runs"),
         "{change}",
         (RETURNED, "return self.out_projection(merged)"),
     ),
     rows("call")(
         "argument_written_into",
-        "It writes into an argument: the tensor of the caller's holds other numbers afterwards.",
+        "It writes into an argument: the caller's tensor holds other numbers afterwards.",
         ("{what} is changed in place", "the arguments stay as they are"),
         "Copy it first, or use the operation that returns a new tensor.",
         ("masked_fill(mask, -math.inf)", "masked_fill(mask.logical_not_().logical_not(), -math.inf)"),
     ),
     rows("call")(
         "kept_of_other_sizes",
-        "What one call keeps does not fit a later one with another number of samples.",
+        "What one call stores does not fit a later call with another batch size.",
         ("the {what} of an earlier call", "a {what} of this call's sizes"),
-        "Leave the samples out of what is kept, or ask for all of its sizes.",
+        "Store it without a batch axis, or compare all of its sizes before reusing it.",
         ("self.num_heads = num_heads", "self.num_heads, self.future = num_heads, torch.zeros(1, 1)"),
         (
             "future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)",
@@ -166,7 +166,7 @@ INTENDED = (
     ),
     _bias(
         "bias_grows_with_distance",
-        "The positional bias grows with the distance, before the query or after it: far keys get more weight there.",
+        "The positional bias grows with the distance, before the query or after it: distant keys get more weight.",
         ("scores = q kᵀ / sqrt(head_dim) + what grows with |i - j|", "scores = q kᵀ / sqrt(head_dim) - slope |i - j|"),
         "Use absolute distances and negative slopes.",
         (SOFTMAX_LINE, "(scores + (torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]).abs()).softmax(-1)"),
@@ -174,8 +174,8 @@ INTENDED = (
     ),
     _bias(
         "positions_of_another_query",
-        "Scores get what another query says to relative positions: that of query {query} and key {key} gets what query "
-        "{other} says.",
+        "The relative-position term comes from another query: the score of query {query} and key {key} gets that of "
+        "query {other}.",
         ("scores[i, j] = q[i] k[j]ᵀ + q[another] r[i - j]ᵀ", "scores[i, j] = q[i] k[j]ᵀ + q[i] r[i - j]ᵀ"),
         "{change}",
         ("= num_heads\n", "= num_heads\n        self.far = nn.Parameter(torch.randn(64, embed_dim // num_heads))\n"),
@@ -184,7 +184,7 @@ INTENDED = (
     ),
     _bias(
         "bias_without_effect",
-        "A bias is added to the scores but changes nothing: it adds one number to all keys that a query sees.",
+        "A bias is added to the scores but changes nothing: it is the same for all keys that a query sees.",
         ("softmax(scores + bias), where bias is the same for all keys that a query sees", "a bias that differs"),
         "Use the distances of the keys that a query sees, i - j for those before it, or leave the bias out.",
         (SOFTMAX_LINE, "(scores + torch.arange(x.size(1), dtype=x.dtype)[:, None]).softmax(-1)"),

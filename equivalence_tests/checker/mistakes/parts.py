@@ -54,7 +54,7 @@ ROWS = (
         "norm_without_mean",
         "This LayerNorm is an RMSNorm: it does not subtract the mean.",
         "gain * x / sqrt(mean(x²) + eps)",
-        "If an RMSNorm is intended, name it so; otherwise subtract the mean.",
+        "If an RMSNorm is intended, call it that; otherwise subtract the mean.",
         ran="rsqrt, sqrt, mean, norm, div",
         on_purpose_in="RMSNorm does this on purpose (T5, LLaMA).",
     ),
@@ -129,7 +129,7 @@ ROWS = (
         "activation_exchanged",
         "The activation is {activation}, neither ReLU nor exact GELU.",
         "linear2({activation}(linear1(x)))",
-        "Use nn.ReLU or nn.GELU if those were meant.",
+        "Use nn.ReLU or nn.GELU if one of those was meant.",
         on_purpose_in="Many models use SiLU.",
     ),
     _activation(
@@ -184,7 +184,7 @@ ROWS = (
         "pos = 1, 2, ...",
         "Start at 0.",
         ran="cumsum, arange, linspace",
-        on_purpose_in="fairseq counts from the id of the padding, DETR sums up its mask: both start at 1.",
+        on_purpose_in="fairseq counts on from the padding id, DETR sums its mask cumulatively: both start at 1.",
     ),
     _frequency("position_base_other", "The base of the frequencies is not 10000.", "pos / base^(2i / d)", "Use 10000."),
     _frequency(
@@ -212,7 +212,7 @@ ROWS = (
         "position_indexed_by_batch",
         "The positional table is indexed by the batch: every token of one sequence gets the same encoding.",
         ("x + pe[:x.size(0)] for x of (batch, len, features)", "x + pe[:, :x.size(1)]"),
-        "Index the table by axis 1, or feed it sequence first.",
+        "Index the table by axis 1, or pass the input sequence first.",
         ran="last getitem",
     ),
     _joined(
@@ -245,6 +245,6 @@ ROWS = (
         "pad_id_not_used",
         "The token id that is hidden is not the pad id that was passed.",
         "may look = (id != a fixed number)",
-        "Compare with the argument.",
+        "Compare the ids with the argument.",
     ),
 )

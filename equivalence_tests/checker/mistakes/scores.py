@@ -19,7 +19,7 @@ SCALES = (
         chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
         "Pix2Struct and Switch Transformers, which are derived from it; Non-Local blocks have none, nor has "
-        "Luong-Attention, called DotAttention and BilinearAttention too.",
+        "Luong-Attention, also called DotAttention or BilinearAttention.",
     ),
     _scaled(
         "scale_wrong",
@@ -102,7 +102,7 @@ SOFTMAXES = (
             ("sigmoid", "A sigmoid", "sigmoid(scores)", "scores.sigmoid()"),
             ("relu", "A ReLU", "relu(scores)", "F.relu(scores)"),
             ("log_softmax", "The logarithm of the softmax", "log(softmax(scores))", "F.log_softmax(scores, -1)"),
-            ("softmin", "A softmin, which gives most to the least,", "softmax(-scores)", "F.softmin(scores, -1)"),
+            ("softmin", "A softmin, which weighs the lowest score most,", "softmax(-scores)", "F.softmin(scores, -1)"),
         )
     ),
     _softmax(
@@ -144,7 +144,7 @@ ROTARY = (
         "The quarter turn of (a, b) is (-b, a).",
         ("torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
         ran="neg, sub",
-        on_purpose_in="nanochat rotates this way: a model trained so is as good, but weights of other code do not fit.",
+        on_purpose_in="nanochat rotates this way: its models are as good, but weights from other code do not fit.",
     ),
     _rotary(
         "rotary_mixed",
@@ -177,7 +177,7 @@ ROTARY = (
     *(
         _rotary(
             f"rotary_{done}",
-            f"Positions rotate the {done} and not the {left}.",
+            f"Positions rotate the {done} but not the {left}.",
             ROTATED.replace(f"rotate({letter})", letter),
             f"Rotate the {left} too.",
             (f"self.rotated({letter})", letter),
@@ -261,8 +261,8 @@ MASKS = (
         "mask_never_used",
         "The mask{argument} is accepted but never used.",
         "softmax(scores)",
-        "Fill the scores with -inf where it hides a key, before the softmax; a layer or a model has to pass it on to "
-        "where that is done.",
+        "Fill the scores with -inf where it hides a key, before the softmax; a layer or model has to pass it on to the "
+        "attention.",
         (MASK_LINE, "scores.masked_fill(mask, -math.inf)"),
         cost=5,
     ),
@@ -312,14 +312,14 @@ MASKS = (
         "mask_inverted",
         "The mask hides what it should show, and shows what it should hide.",
         "masked_fill(~hidden, -inf)",
-        "Invert the mask: say in the argument's name which of True and False may look.",
+        "Invert the mask, and let the argument's name say whether True or False may look.",
         (">= lengths", "< lengths"),
         cost=6,
         of="lengths",
     ),
     _mask(
         "mask_hides_other_entries",
-        "The mask hides different keys from those that it marks.",
+        "The mask hides keys other than those that it marks.",
         "masked_fill(other entries, -inf)",
         "Lay the mask out as the scores are: (batch, heads, query, key).",
         (MASK_LINE, APPLIED.format(mask="mask.roll(1, -1)")),
@@ -333,15 +333,15 @@ MASKS = (
     ),
     _mask(
         "last_key_hidden",
-        "The mask that it makes hides the last key from all queries.",
-        "softmax(scores.masked_fill(a pattern, -inf)), with a last column of -inf alone",
-        "Let the pattern go to the last key: the end of a slice is exclusive.",
+        "The mask that it builds hides the last key from all queries.",
+        "softmax(scores.masked_fill(a pattern, -inf)), with nothing but -inf in the last column",
+        "Extend what may be seen to the last key: the end of a slice is exclusive.",
     ),
     _mask(
         "own_mask",
         "It hides keys by a pattern that torch's formula does not have.",
         "softmax(scores.masked_fill(a pattern, -inf))",
-        "Take the pattern out, or make it an argument or a setting whose name says what it hides.",
+        "Remove the pattern, or make it an argument or a setting whose name says what it hides.",
     ),
     _causal(
         "causal_sees_one_ahead",
@@ -366,7 +366,7 @@ MASKS = (
     ),
     _mask(
         "causal_mask_unasked",
-        "It hides the future, although nothing that is passed to it asks for that.",
+        "It hides the future, although no argument asks for that.",
         "query i looks at keys 0 ... i",
         "Pass is_causal on as it was given.",
     ),

@@ -22,7 +22,7 @@ ROWS = (
     ),
     _layer(
         "norm_final_extra",
-        "A LayerNorm follows the last residual of a pre-norm layer as well.",
+        "A pre-norm layer has one more LayerNorm, after its last residual.",
         "LayerNorm(x + f(LayerNorm(x)))",
         "Keep it for the end of the stack.",
         ("nn.LayerNorm(d_model), None", "nn.LayerNorm(d_model), nn.LayerNorm(d_model)"),
@@ -180,7 +180,7 @@ ROWS = (
         "patches_mixed",
         "The tokens of the first layer are not patches: each holds numbers from several.",
         ("patches.reshape(batch, -1, features)", "patches.flatten(2).transpose(1, 2)"),
-        "Flatten height and width, and bring the features to the end by a transpose: a reshape alone keeps the order.",
+        "Flatten height and width, then move the features to the end with a transpose: a reshape alone moves nothing.",
         ran="last reshape, last flatten",
     ),
     _layer(
