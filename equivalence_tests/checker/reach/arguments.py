@@ -78,7 +78,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: MAX_LEN,
     ),
     (
-        r"ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult",
+        r"^(?!.*(factor|ratio|expan)).*(ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult)",
         lambda s: s.ff_dim,
     ),
     (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
@@ -190,8 +190,10 @@ def first_match(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
 def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what a constructor argument of this name probably wants, and whether anything is known.
 
-    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_items", "num_classes", "zebra")]
-    [(True, 3), (True, 33), (True, 29), (True, 13), (False, None)]
+    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_items", "num_classes", "d_ff")]
+    [(True, 3), (True, 33), (True, 29), (True, 13), (True, 37)]
+    >>> value_for("ff_expansion_factor", Sizes()), value_for("zebra", Sizes())
+    ((False, None), (False, None))
     """
     value = first_match(name, SIZE_NAMES, None)
     return value is not None, value(sizes) if value else None
