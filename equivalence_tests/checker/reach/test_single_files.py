@@ -322,11 +322,11 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
     ("text", "name", "shown"),
     [
         (CONFIG.replace("/ math.sqrt(k.size(-1))", "/ math.sqrt(c)"), "Attention", "divided by sqrt(embed_dim)"),
-        (ROTARY.replace(", self.rope(k, token_positions)", ", k"), "Attention", "the queries and not the keys"),
+        (ROTARY.replace(", self.rope(k, token_positions)", ", k"), "Attention", "the queries but not the keys"),
         (FROZEN, "PositionalEmbedding", "the exponent of the frequencies"),
         (BANDED, "WindowAttention", "mixes tokens"),
         (LOGS.replace("INPLACE", "True"), "Attention", "backward raises"),
-        (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries and not the keys"),
+        (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries but not the keys"),
         (SEQUENCES.replace("DIAGONAL", ", diagonal=1"), "SASRec", "sees the token after it"),
         (NEVER, "Attention", "a triangle out of a mask that hides nothing"),
         (WIDE.replace("KEYS", "self.k(x)"), "Attention", "all heads side by side, is rotated by its position"),
