@@ -287,7 +287,7 @@ class Nested(nn.Module):
 
 
 def test_a_class_without_forward_is_told_so() -> None:
-    assert verify(Nested).reason == "Nested has no forward: that in its source stands inside another function."
+    assert verify(Nested).reason == "Nested has no forward: the one in its source is inside another function."
 
 
 def test_a_check_that_fails_by_itself_does_not_count_against_the_code() -> None:

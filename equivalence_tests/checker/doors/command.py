@@ -150,9 +150,7 @@ def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, t
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
     if printed > 1:
-        said = (
-            "only one of --json, --junit and --sarif can be -, and none beside --equivalent or --template, which print"
-        )
+        said = "only one of --json, --junit and --sarif can be -, and none with --equivalent or --template, which print"
         raise typer.BadParameter(f"{said} too: give the others a file")
     if template and (inputs or adapter):
         raise typer.BadParameter(

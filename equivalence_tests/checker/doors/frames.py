@@ -181,7 +181,7 @@ class Functions(TorchFunctionMode):
         if visit.trains:
             why = "trains as well; put the attention into a function of its own"
         elif function is None or not any(isinstance(x, Tensor) for x in tree_leaves(given)):
-            why = "takes no tensor; hand its tensors over to have it checked"
+            why = "takes no tensor; pass its tensors as arguments to have it checked"
         else:
             self.notebook.note_function(function, given)
             return True

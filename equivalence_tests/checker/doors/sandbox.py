@@ -129,8 +129,8 @@ class _Worker:
         self.process.join()
         status, words = self.process.exitcode or 0, self.stderr.read_text("utf-8", "replace").strip()
         if any(sign in words for sign in ("MemoryError", "not enough memory", "bad_alloc")):
-            return f"It wanted more than {self.limits.memory_mib} MiB of memory (--memory)."
-        said = f" Its last words: {words.splitlines()[-1].strip()}" if words else ""
+            return f"It needed more than {self.limits.memory_mib} MiB of memory (--memory)."
+        said = f" Its last line of output:  {words.splitlines()[-1].strip()}" if words else ""
         if status < 0:
             return f"Its process was killed by {signal.Signals(-status).name}.{said}"
         return f"Its process ended with status {status} before there was a report.{said}"

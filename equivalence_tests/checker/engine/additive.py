@@ -26,10 +26,10 @@ def additive(run: Run, is_read: bool) -> str:
     if not added:
         return ""
     line = code_lines(added[-1].frames)[-1]
-    does = "joins queries and keys" if added[-1].name in JOINS else "adds what queries and keys give"
+    does = "concatenates queries and keys" if added[-1].name in JOINS else "adds queries and keys"
     return (
-        f"{IT_IS}: line {line.number}, `{line.text}`, {does}, and no product of both makes the "
-        "scores. torch.nn has none to compare it with."
+        f"{IT_IS}: line {line.number}, `{line.text}`, {does}, and the scores are no product of "
+        "the two. torch.nn has none to compare it with."
     )
 
 

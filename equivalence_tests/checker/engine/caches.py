@@ -78,7 +78,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     roles = trial.plan.given
     apart = "query" in roles and ("memory" in roles or {"key", "value"} <= roles)
     if not (trial.plan.self_attention or apart) or trial.plan.positional:
-        return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
+        return [Exercise(name, False, "it is not known how to call it with a cache") for name in names], []
     reasons: list[str] = []
     for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
@@ -133,15 +133,15 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     if len(holders) == 2:
-        detail = f"what comes back is handed to {' and '.join(holders)}"
+        detail = f"what it returns is passed to {' and '.join(holders)}"
         yield _Protocol(tuple(holders), detail, lambda: (None, None), slice(1, 3))
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
             empty = partial(empty_state, trial.function, holder, trial.sizes, trial.sizes.batch)
             first = empty if (holder, "=state") in trial.plan.roles else lambda: None
-            yield _Protocol((holder,), f"what comes back is handed to {holder}", first, back)
+            yield _Protocol((holder,), f"what it returns is passed to {holder}", first, back)
         for detail, make in _objects(parameters[holder]):
-            yield _Protocol((holder,), f"{detail} is handed to {holder}", make)
+            yield _Protocol((holder,), f"{detail} is passed to {holder}", make)
     yield _Protocol((), "the module keeps it")
     inside = trial.function.modules() if isinstance(trial.function, nn.Module) else ()
     for name in dict.fromkeys(name for module in inside for name in dir(type(module)) if PREPARES.search(name)):
@@ -196,7 +196,7 @@ class _Decoder:
         with Recorder() as run:
             self.whole(length)
         if sum(one.name == "softmax" for one in run.operations) > 1:
-            raise CannotCheckError("a second attention reads something else in a pass than step by step")
+            raise CannotCheckError("a second attention does not read the same in one pass as step by step")
         return torch.cat([self.whole(1 + token)[:, -1:] for token in range(length)], 1)
 
     def each_alone(self, length: int) -> Tensor:
@@ -241,7 +241,7 @@ class _Decoder:
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
             apart = self.hiding is _sees_all and protocol.fed_back is not None
             if size <= earlier and ("memory" in trial.plan.given or apart):  # it may be kept as a whole
-                raise CannotCheckError("what is kept does not grow from step to step")
+                raise CannotCheckError("the cache does not grow from step to step")
             yield trial.output_in(returned), recorder
             start = stop
 
@@ -277,12 +277,12 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
             return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=detail)]
         differs = _differing(torch.cat(done, dim=1), whole, decoder.each_alone(TOKENS) if apart else None)
         if differs.any() and how not in SINGLY and decoder.makes_no_mask(lengths):
-            why = "no mask is made for them behind what is kept; one token at a step was right"
+            why = "no mask is made for them after cached tokens; one token at a time was right"
             refused.append(Exercise(f"several tokens at a step, {detail}", False, why))
         elif differs.any():
             found = {"how": how, "token": int(differs.nonzero()[0]), "detail": detail}
             found |= {"lengths": ", ".join(map(str, lengths))}
-            hidden = "each the last of a pass over those before" if apart else "the future hidden in both"
+            hidden = "each against the last of a pass up to it" if apart else "the future hidden in both"
             shown = {"evidence": f"{TOKENS} tokens, {hidden}", **_located(decoder, lengths)}
             return refused, [found_mistake("cache_differs_from_one_pass", found, **shown)]
     return refused, []

@@ -97,7 +97,7 @@ def check_eval_is_deterministic(situation: Situation, _: Report) -> Answer:
     """Two calls in eval give the same numbers."""
     trial = situation.trial
     if any(op.name in SAMPLES and op.frames for op in situation.found.run.operations):
-        return "skipped", "it draws a sample in each call"
+        return "skipped", "it samples in each call"
     if drawing_line(lambda: trial.output(trial.inputs(seed=111))) is not None:
         return "failed", "two calls in eval differ"
     return "passed", ""

@@ -63,7 +63,7 @@ class Conventions:
             turns, base = turns_of(self.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
             if _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated:
-                claim = f"From one token to the next pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
+                claim = f"From one token to the next, pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
                 yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
                 return
             said = f"queries and keys are rotated by the same angles{paired}{_pace(turns, {base, *stated})}"

@@ -135,7 +135,7 @@ def cover_fewer_masks(covered: Covered, form: MaskForm | None) -> None:
     if near(fewer, repeated, MEASURED):
         covered.add(what, (), "the masks of one image follow each other, as its windows do")
     else:
-        covered.leave_out(what, "each is laid over neighbouring samples, not over the same window of every image")
+        covered.leave_out(what, "each is applied to neighbouring samples, not to the same window of every image")
 
 
 def _dropout(name: str, may_be_a_module: bool, covered: Covered) -> None:
@@ -252,14 +252,14 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         ways = itertools.chain([covered.trial], itertools.islice(others, MOST_BUILDS))
         trial = next((one for one in ways if one.keeps_samples_apart), None)
         if trial is None:
-            raise CannotCheckError("with it, different arguments are taken")
+            raise CannotCheckError("with it, the call takes other arguments")
         covered.trial, inputs = trial, trial.inputs()
         before, known = trial.output(inputs), _held_tensors(subject)
         added = {name: x for name, x in module.named_parameters() if name not in known}
         for parameter in added.values():
             parameter.data *= 1 + torch.arange(parameter.numel()).view_as(parameter)
         if added and torch.equal(before, trial.output(inputs)):
-            raise CannotCheckError(f"what it adds plays no part in the call: {', '.join(added)}")
+            raise CannotCheckError(f"what it adds is not used in the call: {', '.join(added)}")
         args, kwargs = trial.arguments(inputs)
         adds = "" if plan.self_attention else additive(Call(module, args, kwargs, module).run(read=False), False)
         if adds:
@@ -332,7 +332,7 @@ def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
         if later is None or not near(later, plain, MEASURED):
             return None
         same = "the same as 0, to the last bit" if torch.equal(later, plain) else ""
-        return Exercise(name, not same, f"{LATER} gives {same or 'what 0 gives, as the first position'}")
+        return Exercise(name, not same, f"{LATER} gives {same or 'what 0 gives as the first position'}")
     rows = (counted.expand(len(inputs.query), -1).clone(), counted)  # for each sample, or one for all
     named = rows if POSITIONS.search(name) else ()
     tried = (_positions(name, plain, output(row), output(row.flip(-1))) for row in named)
@@ -344,7 +344,7 @@ def _positions(name: str, plain: Tensor, given: Tensor | None, others: Tensor | 
     if given is None or others is None:
         return None
     if not near(given, plain, MEASURED):
-        return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
+        return Exercise(name, False, "0, 1, 2, ... give something other than no positions do")
     if torch.equal(others, plain):
         return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
-    return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
+    return Exercise(name, True, "0, 1, 2, ... give the same as no positions do")

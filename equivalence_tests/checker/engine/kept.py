@@ -61,7 +61,7 @@ def written_arguments(situation: Situation) -> list[Departure]:
         for operation in ran:
             name, now, before = theirs.get(storage_of(operation.inputs[0].tensor), ("", None, None))
             if operation.inplace and now is not None and before is not None and not torch.equal(now, before):
-                claim = f"After the call, the tensor that was handed to {name} holds other numbers."
+                claim = f"After the call, the tensor that was passed as {name} holds other numbers."
                 found.append(Departure("argument_written_into", "call", operation, {"what": name, "claim": claim}))
     return found[:1]
 

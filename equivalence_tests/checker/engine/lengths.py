@@ -41,7 +41,7 @@ def is_tile(name: str, default: int, covered: Covered) -> bool:
     more = [(number, run[0]) for number, run in runs if run is not None and run[1] > whole[1]]
     wrong = next((number for number, output in more if not near(output, whole[0], MEASURED)), None)
     if wrong is None and more:
-        covered.add(name, (), f"down to {more[-1][0]}: more is run, and the same comes out")
+        covered.add(name, (), f"down to {more[-1][0]}: more operations run, and the output is the same")
     judged = attempt(partial(covered.judged, inputs, {name: wrong})) if wrong is not None else None
     findings = [one for one in judged[0] if one.name == "tiles_do_not_add_up"] if judged is not None else []
     if findings:

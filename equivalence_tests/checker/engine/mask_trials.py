@@ -36,8 +36,8 @@ from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
-UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
-NO_MASK = "taken for a mask, it hides nothing, and no name says so"
+UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; the output for those means nothing"
+NO_MASK = "read as a mask, it hides nothing, and no name says that it is one"
 HIDES_NOTHING = f"{NEVER_READ}, so it hides nothing"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
@@ -156,7 +156,7 @@ class _Masks:
                 continue
             if torch.equal(one[there], plain[there]) and torch.equal(one[~there], two[~there]):
                 self._note_convention(form)
-                self.report.coverage.append(Exercise(self.parameter, True, f"{form}: what is left out gets nothing"))
+                self.report.coverage.append(Exercise(self.parameter, True, f"{form}: queries left out get nothing"))
                 return True
         return False
 
@@ -210,14 +210,14 @@ class _Masks:
             claim = f"Its own words say otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
         if of_another := _otherwise(form, _said_of(file, r"\w*mask")):
-            self.report.notes.append(f"{self.parameter} was read as {form}; of a mask its file says: {of_another}")
+            self.report.notes.append(f"{self.parameter} was read as {form}; its file says of a mask: {of_another}")
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
         alike = [other for _, other, _ in self.tried if (other.pattern, other.encoding) == ("full", form.encoding)]
         whole = ((self._output(other), self._output(form, other)) for other in alike if form.pattern == "keys")
         if any(one is not None and first is not None and identical(one, first) for one, first in whole):
-            why = "all queries get its first row: right only if nobody hands over a mask that differs by query"
+            why = "all queries get its first row: right only if nobody passes a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
         return []
 
@@ -230,7 +230,7 @@ class _Masks:
 
     def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
-        nobodys = "none: what comes out for padding is nobody's" if form.pattern == "queries" else ""
+        nobodys = "none: nobody reads the output for padding" if form.pattern == "queries" else ""
         torchs = nobodys or f"{theirs}: True = may not look, or added"
         self.report.conventions.append((f"mask ({self.parameter})", str(form), torchs))
 
@@ -355,7 +355,7 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     if switch := switch_off(module, OF_MASKS):
         return f"it has no effect: {switch} is False"
     if given.get(stem) == "query" and not plan.self_attention:
-        return "it speaks of the queries, and has no effect on them"
+        return "it marks queries, and has no effect on them"
     own = parameters_of(trial.function) if stem not in ("", mask) else []
     idle = {*given, mask, *unread_arguments(trial.function)}
     others = (p.name for p in own if p.name not in idle and stem in p.name)
@@ -363,8 +363,8 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"
     if not missing and (line := replaced_at(trial.function, mask)):
-        return f"line {line} puts something else in its place, as it was built"
-    return f"no {missing} is given that it could hide" if missing else ""
+        return f"as it was built, line {line} replaces it"
+    return f"no {missing} is passed that it could hide" if missing else ""
 
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:

@@ -39,8 +39,8 @@ SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
 SET_TRANSFORMER = re.compile("^(M?(MAB|ISAB|PMA)|SAB)$")  # its blocks, masked or not, by the names of their classes
-OF_LUONG = "what attends is joined to what asks and goes through tanh, as in Luong's attention, which has no scale"
-OF_A_STATE = "a decoder's state looks back at all that an encoder gave, as in Luong's attention, which has no scale"
+OF_LUONG = "context and query are concatenated and go through tanh, as in Luong's attention, which has no scale"
+OF_A_STATE = "a decoder's state attends to all encoder outputs, as in Luong's attention, which has no scale"
 A_SCALE = re.compile(r"^(\w+_)?scal(e|ed|ing)$", re.IGNORECASE)  # in the names of code that has one
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
@@ -97,7 +97,7 @@ class Evidence(Conventions):
     def of(self, departure: Departure) -> str:
         """Say why a departure is intended; "" if nothing says that."""
         if self._is_of_wide_weights(departure):
-            return "each projection is divided by the root of the features that it takes, whose weights are drawn so"
+            return "each projection is divided by the root of its input features, for which its weights are drawn"
         if departure.stage == "scale":
             return self._of_scale(departure)
         if departure.name == "changed_by_clamp" and departure.stage == "scores" and departure.operation is not None:
@@ -109,10 +109,10 @@ class Evidence(Conventions):
             return self._of_part(departure, departure.operation)
         if departure.name == "changed_by_mul" and departure.stage == "scores" and departure.operation is not None:
             gates = self._parameters_beside(departure.operation)
-            return f"the parameter {gates[0]} says how much is taken of them" if gates else ""
+            return f"the parameter {gates[0]} says how much of them is taken" if gates else ""
         if departure.name == "attention_sink":
             return f"the parameter {self._learnt_shares()[0]} takes a share of every row"
-        return "a part of its own normalises each value" if departure.name == "values_normalised" else ""
+        return "a separate module normalises each value" if departure.name == "values_normalised" else ""
 
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
@@ -155,7 +155,7 @@ class Evidence(Conventions):
         if departure.name == "value_changed_by_mul" and (reason := self._value_scale()):
             return reason
         if departure.stage == "operand" and not is_strange(operation) and self._scaled_by_a_part(departure):
-            return "a part of its own scales it by what it holds"
+            return "a separate module scales it by its parameters"
         if departure.stage != "operand" and (reason := self._factor_asked_for(operation)):
             return reason
         kinds = [name for name in ("add", "mul") if name in operation.name]
@@ -163,9 +163,9 @@ class Evidence(Conventions):
             how = "is added" if kinds == ["add"] else "is its factor"
             return f"the argument {argument} {how} and has no other use"
         if departure.stage == "operand" and kinds == ["add"] and (names := self._own_parameters(operation)):
-            return f"a part of its own adds what it makes with {names[0]}"
+            return f"a separate module adds what it computes with {names[0]}"
         if departure.stage == "operand" and kinds == ["add"] and (table := self._positions_beside(operation)):
-            return f"{table} gives what is added, and takes nothing of the input"
+            return f"{table} gives what is added, whatever the input is"
         if not kinds or departure.stage == "operand":
             return self._activation(operation) or self._of_luong(operation)
         takes_part = self._parameter_in(departure, operation)
@@ -241,7 +241,7 @@ class Evidence(Conventions):
         wanted = operation.name.replace("_", "")
         for name, child in self.module.named_modules() if self.module is not None else ():
             if name and type(child).__name__.lower() == wanted:
-                return f"the module holds it as its part {name}"
+                return f"the module holds it as its sub-module {name}"
         return ""
 
     def may_be_luongs(self, function: object) -> bool:
@@ -299,18 +299,18 @@ class Evidence(Conventions):
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
             if self._needs_no_scale(departure, operands[:2]):
-                return "queries and keys are normalised, with gains that are learnt"
+                return "queries and keys are normalised, with learnt gains"
             sources, run = [(o, o.sources[0]) for o in operands[:2] if o.sources], self.run
             for before in (earlier(run, operand, source, ("gain",)) for operand, source in sources):
                 if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
-                    return f"a gain that is learnt follows a scale of {before.factor:.4g}"
+                    return f"a learnt gain follows a scale of {before.factor:.4g}"
             if own and (both := self._sharpened(departure, operands[:2])):
                 return f"queries and keys are normalised, and then multiplied by {both:.4g} each"
             if carried := self._carried_by_a_rotation(departure, operands[:2]):
                 return carried
         cosines = all(_has_length_one(operand) for operands in self.judgement.operands for operand in operands[:2])
         if cosines and (kept := self._setting(departure.facts["factor"], SCALES.fullmatch, own=True)):
-            return f"queries and keys have the length one, and their cosines are multiplied by what {kept}"
+            return f"queries and keys have length one, and their cosines are multiplied by what {kept}"
         if abs(abs(departure.facts["factor"]) - 1) < MEASURED and (gate := self._gate_of_pixels()):
             return f"no matrix but convolutions, and {gate} says how much of it is added, as in SAGAN and DANet"
         behind = self._names.operations[self.judgement.attention.last.index :]

@@ -72,7 +72,7 @@ def overflowing(situation: Situation) -> list[Departure]:
     first = next((op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs)), None)
     if first is None or first.name != "exp":
         return []
-    claim = f"With inputs {LOUDEST:g} times as large the exponential is infinite here, and NaN comes back."
+    claim = f"With inputs {LOUDEST:g} times as large, the exponential is infinite here, and the output is NaN."
     return [Departure("softmax_overflows", "softmax", first, {"claim": claim})]
 
 
@@ -180,7 +180,7 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
     idle = torch.equal(*(next(tensors_in((one.output,))) for one in (run, situation.found.run)))
     drops = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
     if idle and drops and not situation.found.patches:
-        report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
+        report.notes.append("there is a dropout layer, but nothing goes through it: training drops nothing")
     if (overwritten := _overwritten(situation, run)) is not None:
         return [overwritten]
     found = (_dropout(situation.found.run, run, part.number) for part in judgement.attention.parts)
@@ -244,9 +244,9 @@ def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Itera
         returned = have == FORMS["output"] and not output_weight(attention)
         for operation, kept, count in _dropping(evaluated, trained, numbers) if not (too and returned) else ():
             facts = {"have": have, "claim": f"In training, {count - len(kept)} of {count} numbers became 0 here."}
-            said = "the weights are dropped too" if too else "what comes back is dropped" if returned else ""
+            said = "the weights are dropped too" if too else "the output is dropped" if returned else ""
             if have == FORMS["output"]:  # another way to regularise, which changes no number in eval
-                said = said or "the averaged values are dropped in their place, and in training alone"
+                said = said or "dropout is applied to the averaged values instead, and in training alone"
             yield Departure("dropout_not_on_weights", "dropout", operation, facts, evidence=said)
 
 

@@ -93,7 +93,7 @@ def _weights(judgement: Judgement) -> Iterator[Row]:
         said = ", ".join(name or "none" for name in distinct) + " (qkv)" * (len(distinct) == 3)
         yield "projections", said, "in_proj_weight: rows are [q; k; v]"
     output = output_weight(attention)
-    yield "output projection", module_of(output) or "none: the heads side by side come back", "out_proj"
+    yield "output projection", module_of(output) or "none: the concatenated heads are returned", "out_proj"
 
 
 def module_of(parameter: str) -> str:
@@ -141,6 +141,6 @@ def notes_of(situation: Situation) -> Iterator[str]:
     if any(singles) and situation.subject.dtype == torch.float64:
         yield "a part is computed in float32 whatever the input is"
     if changed := changed_by_calls(situation.subject.function):
-        yield f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's"
+        yield f"a call changes {', '.join(changed)}; that was restored each time, so no call affected the next"
     if situation.subject.module is not None and not output_weight(judgement.attention):
-        yield "there is no output projection: right where another class holds it (BERT), else it is missing"
+        yield "there is no output projection: right where another class holds it (BERT), otherwise it is missing"

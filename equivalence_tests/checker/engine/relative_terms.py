@@ -28,13 +28,13 @@ from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 LONGER = 3  # by so many tokens, another call
 OF_KEYS = ("keys", "lengths")  # patterns of masks that hide the same keys from all queries
-TO_PAIRS = "Let each query meet its own row of vectors: give the queries an axis for the keys, not the other way round."
+TO_PAIRS = "Multiply each query by its own vectors: give the queries an axis for the keys, not the other way round."
 TO_SKEWING = (
     "Pad one column in front, view the rows as (columns + 1, queries), and leave out the first of these: the last "
     "query then starts with the first vector."
 )
 TO_ALL = "Take a vector for each of the 2 * len - 1 distances, so that later keys have theirs"
-NO_MASK_HELPS = ". To hide later keys is not enough: in a longer call each distance meets another vector."
+NO_MASK_HELPS = ". Hiding later keys is not enough: in a longer call, each distance gets another vector."
 
 
 @dataclass(eq=False)

@@ -435,7 +435,7 @@ def test_a_step_that_hides_nothing_is_the_last_token_of_a_pass() -> None:
     (wrong,) = verify(NeverSeesItself).findings
     assert (wrong.name, wrong.evidence) == (
         "cache_differs_from_one_pass",
-        "6 tokens, each the last of a pass over those before",
+        "6 tokens, each against the last of a pass up to it",
     )
 
 

@@ -290,9 +290,9 @@ def test_tables_that_are_skewed_rightly_are_equal(right: type) -> None:
 
 @pytest.mark.parametrize("wrong", [MetByTheKeysPlace, OfAllPairsAtOnce])
 def test_vectors_of_pairs_are_not_skewed(wrong: type) -> None:
-    assert verify(wrong).findings[0].fix.startswith("Let each query meet its own row of vectors")
+    assert verify(wrong).findings[0].fix.startswith("Multiply each query by its own vectors")
 
 
 def test_a_mask_that_does_not_help_is_said_not_to() -> None:
-    assert "To hide later keys is not enough" in verify(SinusoidsFromTheStart).findings[0].fix
+    assert "Hiding later keys is not enough" in verify(SinusoidsFromTheStart).findings[0].fix
     assert verify(SinusoidsBesidePadding).findings[0].fix.endswith("or hide later keys.")

@@ -891,7 +891,7 @@ def test_what_is_called_keys_is_no_value() -> None:
 
 
 def test_what_is_said_of_values_says_nothing_for_queries_and_keys() -> None:
-    finding = found_mistake("values_normalised", reason="a part of its own normalises each value")
+    finding = found_mistake("values_normalised", reason="a separate module normalises each value")
     stages = ("operand", "project", "values")
     assert [Step("", "", stage).is_named_by(finding) for stage in stages] == [False, False, True]
     both = found_mistake("queries_and_keys_normalised", reason="both are, each by its own norm")

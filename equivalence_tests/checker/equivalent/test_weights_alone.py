@@ -149,4 +149,4 @@ def test_an_option_that_makes_it_additive_attention_is_compared_as_such() -> Non
 def test_an_option_with_which_no_product_makes_the_scores_is_not_run() -> None:
     report = verify(ByMethod)
     assert [one.what for one in report.not_exercised] == ["method=concat"], str(report)
-    assert "joins queries and keys" in report.not_exercised[0].detail
+    assert "concatenates queries and keys" in report.not_exercised[0].detail

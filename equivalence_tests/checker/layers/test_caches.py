@@ -147,7 +147,7 @@ class TurnsOldValuesAround(KeepsKeysAndValuesApart):
 def test_keys_and_values_may_be_two_arguments() -> None:
     report = verify(KeepsKeysAndValuesApart)
     assert report.verdict == "equal", str(report)
-    assert any("handed to cache_k and cache_v" in exercise.detail for exercise in report.coverage)
+    assert any("passed to cache_k and cache_v" in exercise.detail for exercise in report.coverage)
     (finding,) = verify(TurnsOldValuesAround).findings
     assert finding.name == "cache_differs_from_one_pass"
 

@@ -100,7 +100,7 @@ class ReadsNoMemory(Layer):
 def test_what_no_line_reads_or_a_setting_leaves_out_is_no_mistake() -> None:
     report = verify(Layer)
     assert not report.findings, str(report)
-    assert "puts something else in its place, as it was built" in str(report)
+    assert "replaces it" in str(report)
     assert verify(ReadsNoMemory).mistakes == ("cross_attention_from_decoder",)
 
 

@@ -868,7 +868,7 @@ class WithMoreKeys(layers.SequentialFeedForwardLayer):
 def test_a_mask_of_what_is_not_given_has_nothing_to_hide() -> None:
     report = verify(WithMoreKeys)
     assert report.mistakes == (), str(report)
-    assert ("more_kv_mask", "no more_kv is given that it could hide") in [
+    assert ("more_kv_mask", "no more_kv is passed that it could hide") in [
         (exercise.what, exercise.detail) for exercise in report.not_exercised
     ]
 

@@ -90,7 +90,7 @@ def _result_of(
     if placement.rotated:
         return table(writer, first)
     if placement.axis is None:
-        raise UnreadError("its table runs along no axis of the tokens")
+        raise UnreadError("its table does not run along the tokens")
     rows = table(writer, count := _count(placement, named, writer))
     if placement.grid:
         writer.lines.append(f"table = {rows}")
@@ -168,7 +168,7 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
     except UnreadError as why:
         unread(report, str(why))
         return
-    shared = "in torch's program each place has a copy of its own, and training would part them"
+    shared = "in torch's program each place has a copy of its own, and training would make them differ"
     report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
     first = next(module_cases(module, width, features_first, source)).call
     if len(tensors_of(attempt(partial(module, *first.args)))) > 1:

@@ -56,7 +56,7 @@ SEQUENCES = ("ids", "size", "key_ids", "key_size")
 UNKNOWN = (*SEQUENCES, "lengths", "keep", "pad_id", "vectors", "window")
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
-SHOWN = "gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake does"
+SHOWN = "gives your mask, entry by entry, on 10 sequences of other lengths; no right mask does"
 STRONG = -1e4
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
 MOST_CALLS = 200
@@ -288,7 +288,7 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
     if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
     if mask.words.endswith(ROWS_ALONE):
-        why = "no token sees it behind the tokens, where the causal mask hides it; in front of them, all would"
+        why = "after the tokens, the causal mask hides it from them; in front of them, all would see it"
         report.coverage.append(Exercise("padding in front of the tokens", False, why))
 
 

@@ -304,7 +304,7 @@ def _of_vectors(
         returned = tensors_in((function(*(angles.get(name, heads.clone()) for name in names)),))
         first, *others = (one for y in returned for one in _heads(y, axis))
         if not all(torch.allclose(first, one, rtol=1e-5, atol=1e-6) for one in others):
-            raise ValueError("what comes back is no rotation of each head")
+            raise ValueError("the output is not a rotation of each head")
         return first
 
     return rotated

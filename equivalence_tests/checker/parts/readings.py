@@ -145,7 +145,7 @@ def _matched(
     report.intended = [finding for finding in found if finding.reason]
     report.verdict = "deviates" if report.findings else "equal"
     difference = tried.least(set()) if report.findings else tried.worst(chosen)
-    known = "the output is that of what is said above"
+    known = "the output is that of the formula above"
     detail = known if difference is None else f"greatest difference {difference:.1g} of the largest value"
     report.checks = [CheckResult("check_values", "failed" if report.findings else "passed", detail)]
     return report

@@ -211,7 +211,7 @@ class _Making(TorchFunctionMode):
         asked = args[0] if args and isinstance(args[0], tuple | list) else args
         sized = func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand)
         if sized and all(isinstance(size, int) for size in asked) and math.prod(asked) > HUGE:
-            raise MemoryError(f"a tensor of {tuple(asked)} is more than the check makes")
+            raise MemoryError(f"a tensor of {tuple(asked)} is larger than the check allows")
         made = func(*args, **(kwargs or {}))
         self.entries += made.numel() if isinstance(made, torch.Tensor) else 0
         return made

@@ -109,9 +109,9 @@ def _unparsed(error: SyntaxError, path: str) -> Crash | None:
     """Say where a bracket or string is open, or a sign is none of Python's; a later version may read its f-strings."""
     why, stack = "no version of Python reads it", code_lines(((path, error.lineno or 0, ""),))
     if SIGNS.search(error.msg):
-        return Crash(said(error), why, "Take this character out.", stack, importing=True)
+        return Crash(said(error), why, "Remove this character.", stack, importing=True)
     is_open = BRACKETS.search(error.msg) and not IN_STRING.search(f"{error.msg}{error.text}")
-    fix = "Close what is open, or take out what closes nothing."
+    fix = "Close what is open, or remove what closes nothing."
     return Crash(said(error), why, fix, stack, importing=True) if is_open else None
 
 
@@ -157,7 +157,7 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             where = "that this line sees " if any(_gives(node, name) for node in nodes_in(path)) else ""
             return Fault(f"no line of {Path(path).name} {where}defines or imports {name}", f"Import or define {name}.")
         case ImportError(path=itself) if itself == path and name == last.tb_frame.f_globals.get("__name__"):
-            return Fault(f"{Path(path).name} imports itself", "Leave this import out.")
+            return Fault(f"{Path(path).name} imports itself", "Remove this import.")
         case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
             return _not_in_file(other, wanted[1])
         case AttributeError(obj=ModuleType() as module):
@@ -174,10 +174,10 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
         case TypeError() if NO_TENSOR.search(str(error)) and (name := _root_of_a_size(last)):
             return Fault("a size is a number in every call", f"Use math.{name}.")
         case NotImplementedError() if outside := _forward_outside(error):
-            why = "its class has none: this one stands outside"
+            why = "its class has none: this one is outside it"
             return Fault(why, "Indent it as the class's methods are.", outside)
         case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
-            return Fault("a mask is a tensor, which is neither True nor False", "Ask whether it is not None.")
+            return Fault("a mask is a tensor, which is neither True nor False", "Test whether it is not None.")
     return None
 
 

@@ -245,7 +245,7 @@ def check_forward(found: Any) -> None:
     own, source = kind.__mro__[: kind.__mro__.index(nn.Module)], source_of(kind)
     if any({"forward", "__call__"} & vars(base).keys() for base in own) or ".forward =" in source:
         return
-    nested = ": that in its source stands inside another function" if "def forward(" in source else ""
+    nested = ": the one in its source is inside another function" if "def forward(" in source else ""
     raise CannotCheckError(f"{kind.__name__} has no forward{nested}.")
 
 

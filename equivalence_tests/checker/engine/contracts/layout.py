@@ -304,7 +304,7 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
         shifted = _sources_shifted(context, met)
         moved = _shuffled(attention, part, context)
         found = exchange("values_meet_other_keys", "context", moved, context.operation, blocks=not shifted)
-        yield replace(found, evidence="a projection of its own makes what comes from other tokens" if shifted else "")
+        yield replace(found, evidence="a separate projection makes what comes from other tokens" if shifted else "")
 
 
 def _sources_shifted(context: Context, met: Tensor) -> bool:

@@ -178,7 +178,7 @@ def _one_head_for_all(attention: Attention, module: nn.Module) -> Iterator[Depar
     heads = list(module.get_submodule(first.place.rpartition(".")[0])._modules.values())
     shared = bool(first.place) and len({*map(id, heads)}) == 1 < len(heads)
     if others and shared and all(torch.equal(x.outputs[0].value, first.outputs[0].value) for x in others):
-        claim = f"The scores of {len(attention.parts)} heads are the same, bit for bit, whatever goes in."
+        claim = f"The scores of {len(attention.parts)} heads are the same, bit for bit, for any input."
         yield Departure("one_head_for_all", "project", first, {"claim": claim}, frames=assigned_at(module, first.place))
 
 
