@@ -229,7 +229,7 @@ def test_the_output_of_a_kernel_is_compared_and_no_more_is_said_of_it() -> None:
     assert [exercise.what for exercise in right.not_exercised] == ["what happens inside"]
     assert not right.reason
     assert wrong.verdict == "unchecked"
-    assert "takes numbers that no torch function gave" in wrong.reason
+    assert "takes numbers that no torch function returned" in wrong.reason
     assert "is not that of plain attention, from which it differs by" in wrong.reason
 
 

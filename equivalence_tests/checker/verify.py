@@ -157,7 +157,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
             reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
             what, own = said(error), raised_at(error)
-            why = f"this code itself raises {what}{own}" if own else f"{what}, in a step of its own, not in this code"
+            why = f"this code itself raises {what}{own}" if own else f"{what}, in the checker, not in this code"
             reports = [Report(name, reason=f"The check stopped: {why}")]
     for report in reports:
         _add_crashes(report)

@@ -10,7 +10,7 @@ IT_IS = "It is additive attention"
 
 
 def additive(run: Run, is_read: bool) -> str:
-    """Say which line adds what queries give to what keys give; "" where nothing does, or a product makes the scores.
+    """Say which line makes additive scores from queries and keys; "" where none does, or a product makes the scores.
 
     scores = w · f(query + key), as in Bahdanau et al. 2015 and in graph attention (Veličković et al. 2018). What
     ``is_read`` as an attention all the same is additive only if each query meets several keys there.
@@ -34,7 +34,7 @@ def additive(run: Run, is_read: bool) -> str:
 
 
 def _of_two(run: Run, operation: Operation) -> bool:
-    """Whether both operands are made of what is handed over."""
+    """Whether two or more operands are made from arguments of the call."""
     made_of = [run.recorder.named(bits) for bits in operation.origins[:2]]
     return len(made_of) == 2 and all(any(name.startswith("arg:") for name in names) for names in made_of)
 

@@ -176,7 +176,7 @@ class _Follower(Meetings):
             self.codes[key] = memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def _without_doubles(self, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-        """Where a name is joined, or written beside, the same one, give the later element its other name."""
+        """Where the same name would occur twice in a joined or written row, give the later element its other name."""
         if first.is_complex():
             return first
         laid = [slot for slot in operation.inputs if slot.value.is_floating_point()]
@@ -189,7 +189,7 @@ class _Follower(Meetings):
         return torch.where(later, other, flat).view(first.shape)
 
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
-        """Names of an output whose elements keep their places, as in arithmetic, a norm or a softmax."""
+        """Names of the output of an operation that moves nothing, such as arithmetic, a norm or a softmax."""
         shape = slot.value.shape
         before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before

@@ -266,7 +266,7 @@ class Meetings:
             if by_features(product.left) and by_features(product.right):
                 self.found.across.append(product)
                 return None
-            product.trouble = "one score is made of several tokens"
+            product.trouble = "one score is computed from several tokens"
         slot = product.operation.outputs[0]
         by_place = torch.arange(slot.value.numel(), dtype=torch.float64).view(slot.value.shape) + SPAN
         product.source = self._new("score", product.operation, slot, by_place)

@@ -1,4 +1,4 @@
-"""The names of one recorded run: where each element comes from, which products they meet in, and what attends."""
+"""The names of one recorded run: where each element comes from, its products, and the attentions found in it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ class Product:
         return ScoreTable(self)
 
     def turn(self) -> None:
-        """Exchange rows and columns."""
+        """Swap rows and columns in place: queries and keys change sides."""
         self.left, self.right, self.contraction = self.right, self.left, self.contraction.swapped()
         del self.table
 
@@ -109,7 +109,7 @@ class Identities:
 
     @cached_property
     def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
-        """What each operation gives that has names, with the sources that these come from."""
+        """Each output with names: the sources of the names, its operation, the names and its slot."""
         pairs = zip(self.operations, self.after, strict=True)
         given = ((op, *pair) for op, names in pairs for pair in zip(op.outputs, names, strict=False))
         real = ((op, slot, codes) for op, slot, codes in given if codes is not None and not codes.is_complex())
@@ -118,23 +118,23 @@ class Identities:
     def carrying(
         self, numbers: Iterable[int], after: int = -1, before: int | None = None
     ) -> Iterator[tuple[Operation, Tensor, Tensor]]:
-        """List the operations between two others whose results carry names of some sources, with names and numbers."""
+        """List outputs between two operations that hold names of these sources: (operation, names, values)."""
         wanted, end = set(numbers), len(self.operations) if before is None else before
         for sources, operation, codes, slot in self._given:
             if after < operation.index < end and not wanted.isdisjoint(sources):
                 yield operation, codes, slot.value
 
     def last_of(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Give the last numbers of a tensor with their names; None if it has none."""
+        """Give the last recorded value of a tensor and its names; None if it has no names."""
         found = [(slot.value, codes) for _, _, codes, slot in self._given if slot.tensor is tensor]
         return found[-1] if found else None
 
     def is_exchanged(self, codes: Tensor) -> bool:
-        """Say whether tokens and features have exchanged their roles in some names."""
+        """Whether some of these names have the roles of token and feature swapped, as where features attend."""
         return any(self.sources[number].plain is not None for number in sources_in(codes))
 
     def plain(self, codes: Tensor) -> Tensor:
-        """Give names in which tokens and features have their own roles again."""
+        """Give the names with that swap of token and feature undone."""
         for number in sources_in(codes):
             source = self.sources[number]
             if source.plain is not None:
@@ -142,17 +142,17 @@ class Identities:
         return codes
 
     def taken(self, operation: Operation) -> list[tuple[Slot, Tensor]]:
-        """List what an operation takes that has names, with these."""
+        """List the inputs of an operation that have names: (slot, names)."""
         pairs = zip(operation.inputs, self.before[operation.index], strict=True)
         return [(slot, codes) for slot, codes in pairs if codes is not None and not codes.is_complex()]
 
     def beside(self, operation: Operation) -> list[tuple[Slot, int]]:
-        """List what an operation takes that has no names, with the named tensors that it was made from."""
+        """List the inputs without names: (slot, the parameters, buffers and arguments it was made from, as bits)."""
         found = zip(operation.inputs, operation.origins, self.before[operation.index], strict=True)
         return [(slot, bits) for slot, bits, codes in found if codes is None]
 
     def made_of(self, numbers: Iterable[int], beyond: bool = False) -> list[Source]:
-        """List sources and what they were made of, the last first; as far as to projections, or beyond."""
+        """List these sources and their parents, nearest first; stops at projections unless ``beyond``."""
         found: dict[int, Source] = {}
         left = list(numbers)
         while left:

@@ -1,4 +1,4 @@
-"""Which operations, and which parameters, take part in what comes back."""
+"""Which parameters, arguments and sub-modules the output of a run depends on."""
 
 import ast
 import inspect
@@ -24,14 +24,14 @@ OF_MASKS = re.compile(r"^(use_|with_|apply_|is_)?mask(_?flag|ed|ing)?$", re.IGNO
 
 
 def idle_modules(run: Run, module: nn.Module) -> set[str]:
-    """Name the modules inside of whose parameters nothing is made that comes back."""
+    """Give the paths of the sub-modules with parameters, none of which the output depends on."""
     idle = set(unused_parameters(run, module))
     owned = {path: {name for name, _ in child.named_parameters(path)} for path, child in module.named_modules() if path}
     return {path for path, names in owned.items() if names and names <= idle}
 
 
 def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
-    """Name the parameters of which nothing is made that comes back."""
+    """Give the names of the parameters that the output does not depend on."""
     if module is None:
         return []
     live = run.live()
@@ -44,12 +44,12 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
 
 
 def _is_made_of(own: Tensor, x: Tensor) -> bool:
-    """Whether all numbers of a tensor are among those of another; most are not with their first."""
+    """Whether all elements of ``own`` occur in ``x``; the first is looked for first, as it mostly does not."""
     return bool((x == own.flatten()[0]).any()) and bool(torch.isin(own, x).all())
 
 
 def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
-    """Name the idle parameters with which a function that ran computes, in a line that did not."""
+    """Give the names of unused parameters that a function which ran would use in a line that did not run."""
     idle, held = unused_parameters(run, module), dict(module.named_modules()) if module is not None else {}
     taken = set(run.recorder.named(_taken_by(run, {operation.index for operation in run.operations})))
     waiting = []
@@ -64,7 +64,7 @@ def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
 
 
 def _computed_with(target: type, ran: set[tuple[str, str]]) -> set[str]:
-    """The attributes with which these functions of a class compute, or which they hand to others."""
+    """Names of the attributes that these functions of a class use as an operand, or pass to a call."""
     functions = (x for x in parsed(source_of(target)) if isinstance(x, ast.FunctionDef))
     own = (x for x in functions if (inspect.getsourcefile(target), x.name) in ran)
     parts = [part for function in own for x in ast.walk(function) for part in _computing(x)]
@@ -81,13 +81,13 @@ def _computing(node: ast.AST) -> list[ast.expr]:
 
 
 def _taken_by(run: Run, live: set[int]) -> int:
-    """The named tensors that operations take something of, as bits."""
+    """The named tensors whose elements, not only shapes, the ``live`` operations take, as bits."""
     taking = (one for one in run.operations if one.index in live and one.name not in OF_A_SHAPE)
     return reduce(or_, (bits for operation in taking for bits in operation.origins), 0)
 
 
 def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:
-    """Name what is made into one number for each score, and comes back beside an output that knows nothing of it."""
+    """Give named tensors from which a second output, shaped like the scores, is made, but not the first output."""
     run, scores = attention.run, attention.first.outputs[0].value
     beside = [x for x in tensors_of(run.output) if attention.last.index not in run.live([x])]
     output = [x for x in tensors_of(run.output) if all(x is not other for other in beside)]
@@ -98,9 +98,9 @@ def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:
 
 
 def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name the numbers that are handed over, and that no line reads, or from which something is made in vain.
+    """Give the arguments, name and tensor, that no line reads or that only unused results are computed from.
 
-    Where something hides its operations, as TorchScript and numpy do, nobody knows what it takes.
+    Gives none where something hides its operations, as TorchScript and numpy do.
     """
     if hides(run):
         return
@@ -119,7 +119,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
 
 
 def hides(run: Run) -> bool:
-    """Whether something is taken, or comes back, that no operation gave."""
+    """Whether an operation takes, or the run returns, a tensor that no recorded operation made."""
     known = {storage_of(slot.tensor) for slot in run.recorder.given}
     known |= {storage_of(slot.tensor) for operation in run.operations for slot in operation.outputs}
     unknown = {storage_of(x) for x in tensors_of(run.output)} - known
@@ -127,14 +127,14 @@ def hides(run: Run) -> bool:
 
 
 def argument_name(known: str, function: Callable[..., Any]) -> str:
-    """Give the name of an argument or a parameter that the recorder knows by its place, or by its path."""
+    """Turn the recorder's "arg:0" or "param:path" into the name of that argument or parameter."""
     name = known.partition(":")[2]
     places, _ = code_of(function)
     return places[int(name)] if name.isdigit() and int(name) < len(places) else name
 
 
 def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:
-    """Tensors that the code kept from an earlier run: they may be made of what is a parameter."""
+    """Tensors of unknown origin that live operations take: stored by an earlier run, maybe made from parameters."""
     found: dict[int, Tensor] = {}
     for operation in run.operations:
         for slot, origins in zip(operation.inputs, operation.origins, strict=True):
@@ -144,7 +144,7 @@ def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:
 
 
 def matrix_of(attention: Attention, operation: Operation | None) -> tuple[str, float]:
-    """Name the parameter that is the matrix of a product, "" if none is, and give the number that it begins with."""
+    """Give the name of the parameter that is the matrix of a product, "" if none is, and its first element."""
     if operation is None or operation.name not in CONTRACTIONS:
         return "", 0.0
     followed, recorder = attention.run.names, attention.run.recorder

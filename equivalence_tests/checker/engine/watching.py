@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def key(self) -> int:
-        """Names the object."""
+        """The id of the tensor object."""
         return id(self.tensor)
 
 
@@ -363,7 +363,7 @@ def letters_of(equation: str, first: int, second: int) -> tuple[str, str, str] |
 
 
 def _not_repeated(x: Tensor, shape: torch.Size, letters: str) -> str:
-    """Name the axes along which an operand has the size of the result."""
+    """Give the letters of the axes along which an operand is not broadcast."""
     missing = len(shape) - x.dim()
     return "".join(letters[missing + i] for i, size in enumerate(x.shape) if size == shape[missing + i])
 
@@ -378,7 +378,7 @@ MATRICES = {"batch1": "first", "batch2": "second", "mat1": "first", "mat2": "sec
 
 
 def _emptied(name: str, result: Any) -> Any:
-    """Zero memory that nothing was written into: what lies there would make one run unlike the next."""
+    """Fill the result of ``empty`` and the like with zeros, so that every run computes the same."""
     if name in UNFILLED:
         for tensor in tensors_of(result):
             tensor.detach().zero_()
@@ -386,7 +386,7 @@ def _emptied(name: str, result: Any) -> Any:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Name the memory behind a tensor."""
+    """Give the address of a tensor's storage, the same for all its views."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (RuntimeError, NotImplementedError, AttributeError):

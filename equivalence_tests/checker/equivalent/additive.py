@@ -37,7 +37,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 KIND = "additive attention"
 SENTENCE = "softmax(score(tanh(query + key))) · value."
-NO_FORM = "no form of it gives what hiding keys before the softmax does"
+NO_FORM = "in no form does it do what hiding keys before the softmax does"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _decide(report: Report, found: Additive, situation: Situation) -> None:
     form = next((one for one in mask_forms() if mask and _compared(found, situation, one).agrees_in_all), None)
     comparison = _compared(found, situation, form, everything=True)
     scored = ", ".join(Parameters.of(module).names_at(found.score.weight))
-    step = Step("the scores are score(tanh(query + key)), and no products", f"the parameter {scored}", "scores")
+    step = Step("the scores are score(tanh(query + key)), not products", f"the parameter {scored}", "scores")
     report.kind, report.reason, report.verdict = KIND, "", "equal"
     report.equivalent = replace(comparison.of(found.written(form)), steps=((step.words, step.evidence),))
     if not comparison.agrees:

@@ -210,7 +210,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     met = torch.ones_like(query[..., :1]) if alike else query
     learnt = _learnt(reader, lengths, ~hidden, met) if bool((every.isinf() == hidden).all()) else None
     if learnt is None and alike:
-        raise UnreadError("what is added to the scores is no element of a table times one number")
+        raise UnreadError("what is added to the scores is not an element of a table times a number")
     if learnt is not None:
         places, factor, rows = learnt
         return Bias(_visible(hidden, gap), None, None, places, factor, not alike, rows)

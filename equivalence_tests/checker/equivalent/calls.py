@@ -45,7 +45,7 @@ def diagnose_call(
     started = time.process_time()
     broken = next((name for name, x in call.tensors if x.is_floating_point() and bool(x.isnan().any())), "")
     if broken:
-        why = f"The argument {broken} holds NaN, and so does all that is made of it: hand over numbers."
+        why = f"The argument {broken} holds NaN, and so does all that is computed from it: pass numbers."
         return [Report(name or "attention 1", "multi-head attention", reason=why)]
     if features_last or call.module is None or next(call.module.parameters(), None) is None:
         # Where nothing is projected, what is given are queries, keys and values: the last axis holds their features.

@@ -96,7 +96,7 @@ def shown_as_step(finding: Finding, steps: Sequence[Step], gap: float) -> Findin
     """Show a finding by the program with its steps, which gives the same numbers; without them it is off by the gap."""
     if not steps or not ABOVE_ROUNDING < gap < math.inf:
         return finding
-    said = f"Your code returns the numbers of a program of torch's parts with this step: {steps[0].words}."
+    said = f"Your code equals a program of torch's parts that has this step: {steps[0].words}."
     return replace(finding, evidence=f"{said} Without it the difference is {gap:.2g}.", proof=None)
 
 

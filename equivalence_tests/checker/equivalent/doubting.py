@@ -48,7 +48,7 @@ class Doubt:
         for one in self.repair.parts:
             holder = self.watched.holders[one.index]
             if holder is not None and holder is not self.module and next(holder.parameters(), None) is None:
-                return f"a part of its own does it, a {type(holder).__name__}"
+                return f"a separate module does it, a {type(holder).__name__}"
         held = [vars(x) for x in self.module.modules()]
         for name in SETTING.findall(self.repair.left_out[0].place.text):
             if not SIZES.search(name) and any(isinstance(x.get(name), int | float | str) for x in held):
@@ -82,7 +82,11 @@ class Doubt:
         pairs = zip(operation.inputs, operation.origins, strict=True)
         outside = (bits for x, bits in pairs if storage_of(x.tensor) not in made)
         others = [bits for bits in outside if not held.issuperset(self.watched.named(bits))]
-        return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
+        return (
+            "it adds what is computed from something else"
+            if operation.name in ADDS and others and self._behind()
+            else ""
+        )
 
     def _zeroes_padding(self, out: Tensor, instead: Tensor) -> str:
         """A mask that is handed over, times tokens: those that it hides become 0."""

@@ -236,7 +236,7 @@ def added_twice(expression: Expression) -> list[str]:
     """
     terms = list(terms_of(expression))
     twice = (one for one in dict.fromkeys(terms) if terms.count(one) > 1)
-    return [getattr(one, "name", getattr(one, "path", "what attends")) for one in twice]
+    return [getattr(one, "name", getattr(one, "path", "the attention")) for one in twice]
 
 
 @dataclass
@@ -257,12 +257,12 @@ class Evidence:
                 yield Step(f"{one.name} takes part", said, stage if said else "again")
             elif isinstance(one, Joined) and one.axis == -1:
                 beside = [x for x in one.inner if isinstance(x, Attended | Given)]
-                said = "what attends beside what asks, as in Luong's attention" if len({*beside}) == 2 else ""
-                yield Step("features are put side by side", said if Attended() in beside else "", stage)
+                said = "context and query, as in Luong's attention" if len({*beside}) == 2 else ""
+                yield Step("features are concatenated", said if Attended() in beside else "", stage)
             elif isinstance(one, Joined):
                 leaves = {*of_kind(Given, one), *of_kind(Learnt, one)}
                 twice = len(set(one.inner)) < len(one.inner) or len(leaves) < len(one.inner)
-                yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
+                yield Step("tokens are concatenated", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
                 yield from self._made(one, stage)
         added = (x for one in all_of(expression) if is_sum(one) for x in inner_of(one))

@@ -57,7 +57,7 @@ from equivalence_tests.checker.reporting.report import Report
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 MANY = 12  # windows of images, in rows and columns
-OTHER_NUMBERS = "written down, it gives other numbers than were read"
+OTHER_NUMBERS = "the program written from it gives other numbers"
 NO_CALL = "it cannot be called with gradients"
 BOUNDS = {torch.float64: EXACT, torch.float32: TABLE}  # of what cannot be watched
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
@@ -109,7 +109,7 @@ class Held:
                     other = read(again.found, layout)[0]
                 return other(values, may_attend) * (1 if program.bias.is_continued_by(other.bias) else torch.nan)
             except NOT_ITS_SIZE as error:
-                raise UnreadError(f"the program that was read of it does not run ({said(error)})") from error
+                raise UnreadError(f"the program written from it does not run ({said(error)})") from error
 
         return computed
 
@@ -356,6 +356,6 @@ def _what_hides(situation: Situation) -> str:
         return ""
     line = code_lines(taking.frames)[-1]
     return (
-        f"Line {line.number}, `{line.text}`, takes numbers that no torch function gave: they come from numpy, or from "
-        "a kernel of its own, and cannot be watched."
+        f"Line {line.number}, `{line.text}`, takes numbers that no torch function returned: they come from numpy, or "
+        "from a kernel of its own, and cannot be watched."
     )

@@ -154,7 +154,7 @@ class OperandReader:
             projected = found.projected(self.values)
             met = self._all_met(role)
             if int(met.rows.max()) >= projected.size(0) * projected.size(2):
-                raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
+                raise UnreadError(f"there are other tokens among the {role}s than those passed in")
             return replace(found, change=change_between(projected, met, self.watched))
 
     def rows_of(self, role: str, tokens: Tensor) -> Tensor:
@@ -186,13 +186,13 @@ class OperandReader:
         if taken is None and (name := self._argument(source)):
             return Projection(feature_of(wanted), None, tokens=Given(name))
         if taken is None:
-            raise UnreadError("an operand is no argument and made by no projection")
+            raise UnreadError("an operand is neither an argument nor made by a projection")
         tensor, operation = taken
         tokens = self._tokens(tensor, operation.index, source, role)
         flat = self._flat(tokens)
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
-            raise UnreadError("what is projected has different tokens from what is handed over")
+            raise UnreadError("what is projected has other tokens than what is passed in")
         made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
         elements = made[[where[int(place)] for place in place_of(wanted)]]
         learnt = {one.name for one in of_kind(Learnt, tokens)}
@@ -200,7 +200,7 @@ class OperandReader:
         learnt = learnt.union(*(parameters.inside(one.path) for one in of_kind(Called, tokens)))
         found = parameters.projection(elements, flat[token], self.watched.tolerance, learnt, biases)
         if found is None or found.bias is None:
-            raise UnreadError(f"the {role} is no linear projection of what is handed over")
+            raise UnreadError(f"the {role} is not a linear projection of what is passed in")
         own, more = found.bias, found.more
         if more is not None and parameters.is_beside(more, found.weight):
             own, more = more, own

@@ -205,7 +205,7 @@ class Program:
             if step.evidence and step.words == f"{projecting} is called":
                 continue
             if step.stage == "residual":
-                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else gated
+                said = f"{normed[0]} comes with it, as in a Transformer's sublayer" if normed else gated
                 yield Step(step.words, said or fed, "residual")
             elif step.stage == "again" and step.words in projected:
                 yield replace(step, evidence=adds_its_queries(module))
@@ -234,7 +234,7 @@ class Program:
         normed = {x.inner for x in called if is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:
             if (one.tokens,) in normed:
-                yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
+                yield Step(f"the {role} is made from the tokens, another role from their norm", "", "project")
         places = [(role, one.weight) for role, one in self.roles]
         places += [("output", self.output.weight)] if self.output.bias is not None else []
         names = {role: [made[role]] if role in made else parameters.names_at(x.reshape(-1)) for role, x in places}
@@ -277,7 +277,7 @@ class Program:
             if one.bias is not None and bool(((one.weight.diff() <= 0) & taken[..., 1:] & taken[..., :-1]).any()):
                 yield Step(f"the {role} takes the features of the tokens in another order", "", "again")
             if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
-                yield Step(f"the heads of the {role} are paired with others than those of the queries", "", "split")
+                yield Step(f"the heads of the {role} are paired with the wrong heads of the queries", "", "split")
             turned = one.change.rotation
             whole = rows[role].view(1, -1) if turned is not None and turned.whole else rows[role]
             if turned is not None and not turned.is_in_order(_ranks(whole)):
@@ -286,7 +286,7 @@ class Program:
             yield Step("the features of queries and keys are paired in another order", "", "split")
         columns = output.weight.argsort() if output.bias is None else output.weight[0]  # of the averaged values
         if not _alike(columns.unflatten(0, self.value.weight.shape[:2])[heads], rows["value"]):
-            yield Step("the heads are put side by side in another order than they were split in", "", "merge")
+            yield Step("the heads are concatenated in another order than they were split in", "", "merge")
         if output.bias is not None:
             biased = bool((output.bias >= 0).all())
             if bool((output.weight[:, 0].diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
@@ -300,11 +300,11 @@ class Program:
             made["" if one.bias is not None else self._made_by(one.tokens, module)].append(one.weight.flatten())
         for path, taken in ((path, torch.cat(found).unique()) for path, found in made.items() if path):
             if len(taken) < max(int(taken.max()) + 1, _width_of(path, module)):
-                yield Step(f"only a part of what {path} makes takes part", "", "unused")
+                yield Step(f"only part of the output of {path} is used", "", "unused")
         used = self._places.unique()
         for name in sorted(self.projections(parameters)):
             if int(parameters.holds(name, used).sum()) < parameters.named[name].numel():
-                yield Step(f"only a part of {name} takes part", "", "unused")
+                yield Step(f"only part of {name} is used", "", "unused")
 
     def _of_operands(self) -> Iterator[Step]:
         both = [one.change for one in (self.query, self.key)]
@@ -329,10 +329,10 @@ class Program:
         width = self.query.weight.size(1)
         scale = self.scale_of_scores
         if abs(scale * width**0.5 - 1) > ROUNDING:
-            yield Step(f"the scores times {scale:.6g} in the place of 1/sqrt({width})", "", "scale")
+            yield Step(f"the scores times {scale:.6g} instead of 1/sqrt({width})", "", "scale")
         if self.bias.learnt is not None:
             name = parameters.name_at(int(self.bias.learnt.max()))
-            what = f"what the queries and {name} say together" if self.bias.meets else name
+            what = f"the product of the queries and {name}" if self.bias.meets else name
             of_distance = ", a vector for each distance" * self.bias.is_of_distance
             plain = not self.bias.meets and not self.bias.mixes_distances
             said = f"the parameter {name}{of_distance}" if of_distance or plain else ""
@@ -342,7 +342,7 @@ class Program:
         if self.bias.relative is not None or self.query.more is not None:
             yield self._relative(parameters)
         if self.bias.given is not None:
-            yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
+            yield Step("what the mask of this call adds to the scores", "the mask that is passed", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
             distance = f"the distance{self.bias.grid or ''}"
@@ -360,8 +360,10 @@ class Program:
             return Step(f"{name} is added to the queries", f"the parameter {name}", "again")
         added = relative.added(self.query, parameters)
         here, there = (", ".join(names) or "nothing" for names in added)
-        words = f"the queries plus {here} meet the vector in {relative.table} of each distance, projected by "
-        words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} meet the keys"
+        words = (
+            f"the queries plus {here} are multiplied by the vector in {relative.table} of each distance, projected by "
+        )
+        words += f"{parameters.name_at(int(relative.weight.max()))}; the queries plus {there} by the keys"
         usual = abs(relative.factor / self.scale - 1) < ROUNDED and (here != there or not any(added))
         said = "Transformer-XL's relative positions" if usual and bool(added[0]) == bool(added[1]) else ""
         return Step(words, said, "scores" if said else "again")

@@ -148,7 +148,7 @@ def _factors(model: WeightsModel, reader: OperandReader, part: Part) -> Tensor:
     if not model.has_choice:
         return torch.zeros(0)
     if model.kind != "softmax" or model.axis != ("keys" if reader.sink is None else ""):
-        raise UnreadError(f"its weights are no softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
+        raise UnreadError(f"its weights are not a softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
     if bool(model.replaced.any()):
         raise UnreadError("its scores are replaced")
     factors = torch.full_like(model.bias, model.factor) if model.by_head is None else model.by_head

@@ -158,12 +158,14 @@ class Met:
 def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
     """Find the norm or rotation that turns projected heads, (b, h, l, d), into those that meet."""
     if projected.size(-1) != met.numbers.size(-1):
-        raise UnreadError("heads have another width where they meet than behind their projection")
+        raise UnreadError("heads have another width in the product than after their projection")
     bare = _behind(None, projected, met, watched)
     norms = _norms(projected, watched) if bare is None else ()
     found = [one for one in (bare, *(_behind(x, projected, met, watched) for x in norms)) if one is not None]
     if not found:
-        raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
+        raise UnreadError(
+            "what is done to a head between its projection and the product is neither a norm nor a rotation"
+        )
     near = 10 * min(gap for gap, _ in found)  # of several that differ by rounding, the one without a number beside it
     return min((one for one in found if one[0] <= near), key=lambda one: (one[1].factor != 1.0, one[0]))[1]
 

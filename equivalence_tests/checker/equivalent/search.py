@@ -131,9 +131,9 @@ class Search:
         name, lines = name_of(repair), code_lines(repair.operation.frames)
         if doubt:
             said, kept = repair.written
-            change = f"With {kept} in the place of {said}" if kept else f"Without {said}"
+            change = f"With {kept} instead of {said}" if kept else f"Without {said}"
             report.reason += (
-                f" {change} in line {lines[-1].number} it is {self.words[0]} to {proof.error:.0e}; as it is, the "
+                f" {change} on line {lines[-1].number}, it is {self.words[0]} to {proof.error:.0e}; as it stands, the "
                 f"difference is {proof.without:.2g}. It may be intended: {doubt}."
             )
             return
@@ -185,8 +185,8 @@ def _apart(want: Tensor, found: Tensor | None) -> float:
 def _finding(repair: Repair, whole: str, torchs: str) -> Finding:
     name, (said, kept) = name_of(repair), repair.written
     without = f"with {kept} in its place" if kept else "without it"
-    fix = f"Write {kept} instead" if kept else "Leave it out"
-    fix += ", and leave out the other cut on this line" if len(repair.left_out) > 1 else ""
+    fix = f"Write {kept} instead" if kept else "Remove it"
+    fix += ", and remove the other cut on this line" if len(repair.left_out) > 1 else ""
     return Finding(
         name,
         "whole",

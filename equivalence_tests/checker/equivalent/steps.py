@@ -58,7 +58,7 @@ class Step:
 
     def as_intended(self, evidence: str) -> Finding:
         """List it among what is intended."""
-        return Finding(self.name, self.stage, f"Beside torch's formula: {self.words}.", reason=evidence)
+        return Finding(self.name, self.stage, f"Not in torch's formula: {self.words}.", reason=evidence)
 
 
 def names_a_step(name: str) -> bool:

@@ -149,7 +149,7 @@ def _watched(subject: Subject, errors: Errors) -> Report | None:
 def _cannot_call(errors: Errors) -> str:
     """List what the calls raised, that of the call that came closest to fitting first."""
     if errors.own:
-        return f"It runs, but the check could not follow it: a step of its own, not this code, raised {errors.own[0]}."
+        return f"It runs, but could not be followed: the checker, not this code, raised {errors.own[0]}."
     shown = "\n".join(f"  {text}" for text in furthest_first(errors)[:4])
     answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
     ended = f"The search ended after {MOST_FAILED:,} calls that failed. " if len(errors) > MOST_FAILED else ""
@@ -215,8 +215,10 @@ def _judged(situation: Situation, scales: Mapping[str, float]) -> Report:
         return report
     departures = _departures(situation, report)
     guessed = [one.what for one in report.coverage if one.detail == NO_MASK]
-    if guessed and departures:  # what it was given in its place may be why it departs
-        report.reason = f"Nothing says what {guessed[0]} takes: {NO_MASK}, and what it was given may be why it departs."
+    if guessed and departures:  # what it was given in its place may be why it deviates
+        report.reason = (
+            f"Nothing says what {guessed[0]} takes: {NO_MASK}, and what it was given may be why it deviates."
+        )
         return report
     if not situation.found.judgements:
         report.reason = f"{NO_ATTENTION}: {_what_is_missing(situation)}"

@@ -59,7 +59,7 @@ class Sublayers:
         branch, name = branches[0], self._name(branches[0])
         stream = [x for x in terms if x != branch]
         if len(branches) > 1 or branch not in terms:
-            return f"{' and '.join(map(self._name, branches))} are no feed-forward behind the attention"
+            return f"{' and '.join(map(self._name, branches))} are not a feed-forward after the attention"
         if not stream:
             return f"{name} has no residual connection"
         if not any(map(attends, stream)) or not any({*terms_of(x)} == {*stream} for x in all_of(branch)):
@@ -77,8 +77,8 @@ class Sublayers:
         if adds_its_queries(self.module) and [*map(self.projects_queries, added)] == [True]:
             return ""
         if {*added} != {*terms_of(self._bare(self.tokens))} or len(added) == len(terms):
-            return "what attends is added to something other than what it is made of"
-        return "a norm stands in front of one sublayer, and behind it on the stream" if pre_norm and behind else ""
+            return "the attention is added to something other than its input"
+        return "a norm is applied before one sublayer, and after it on the stream" if pre_norm and behind else ""
 
     def projects_queries(self, one: Expression) -> bool:
         """Whether it is what the queries are: the same matrix of the same tokens."""
@@ -91,7 +91,7 @@ class Sublayers:
         for one in all_of(branch):
             inner = one.inner[0] if isinstance(one, Called) and self._is_linear(one) else None
             if isinstance(inner, Called) and self._is_linear(inner):
-                return f"no activation stands between {inner.path} and what follows it"
+                return f"there is no activation between {inner.path} and what follows it"
         return ""
 
     def _bare(self, one: Expression) -> Expression:

@@ -56,12 +56,12 @@ def test_a_transformers_layer_is_one(around: Expression, tokens: Expression) -> 
 @pytest.mark.parametrize(
     ("around", "tokens", "said"),
     [
-        (total(norm(X), A, feed(norm(total(norm(X), A), "other"))), norm(X), "what attends is added to"),
+        (total(norm(X), A, feed(norm(total(norm(X), A), "other"))), norm(X), "the attention is added to"),
         (total(A, feed(norm(A, "other"))), norm(X), "the attention has no residual connection"),
         (feed(norm(total(X, A), "other")), norm(X), "down has no residual connection"),
         (total(X, feed(norm(total(X, A), "other"))), norm(X), "down is added to something other than what it takes"),
-        (total(norm(total(X, A), "other"), feed(norm(total(X, A), "other"))), norm(X), "a norm stands in front of one"),
-        (total(X, A, Called("down", (Called("up", (total(X, A),)),))), X, "no activation stands between up and what"),
+        (total(norm(total(X, A), "other"), feed(norm(total(X, A), "other"))), norm(X), "a norm is applied before one"),
+        (total(X, A, Called("down", (Called("up", (total(X, A),)),))), X, "there is no activation between up and what"),
     ],
     ids=["normed", "first missing", "second missing", "other stream", "behind a norm", "no activation"],
 )  # fmt: skip

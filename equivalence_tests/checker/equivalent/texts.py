@@ -164,4 +164,4 @@ def _named(function: Callable[..., Any]) -> tuple[str, str]:
     for owner, home in (("F", F), ("torch", torch)):
         if getattr(home, name, None) is function:
             return owner, name
-    raise UnreadError(f"{name or function} is no function of torch")
+    raise UnreadError(f"{name or function} is not a function of torch")

@@ -48,7 +48,7 @@ class Tracer:
         """Say what a tensor of the run with gradients is made of, before an operation takes it."""
         self.steps += 1
         if self.steps > MOST:
-            raise UnreadError("what stands around the attention is too long to be read")
+            raise UnreadError("there is too much around the attention to be read")
         watched = self.watched
         if id(tensor) in watched.learnt:
             return Learnt(watched.learnt[id(tensor)])
@@ -63,14 +63,14 @@ class Tracer:
     def _given(self, tensor: Tensor) -> Expression:
         name = self.watched.arguments.get(id(tensor), "")
         if name not in self.watched.values.given:
-            raise UnreadError("a tensor takes part that is neither an argument nor a parameter")
+            raise UnreadError("it uses a tensor that is neither an argument nor a parameter")
         return Given(name)
 
     def _called(self, call: ModuleCall) -> Expression:
         module = self.watched.parameters.module.get_submodule(call.path)
         data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
         if not data:
-            raise UnreadError(f"{call.path} makes something of no tokens")
+            raise UnreadError(f"{call.path} is given no tokens")
         given = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
         found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)

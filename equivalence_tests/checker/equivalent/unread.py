@@ -16,5 +16,5 @@ def not_called_again(error: Exception) -> UnreadError:
     if isinstance(error, UnreadError):
         return error
     if any(frame.f_code.co_filename == WRITTEN for frame, _ in traceback.walk_tb(error.__traceback__)):
-        return UnreadError("what was written down of it does not run in all the calls in which it does")
+        return UnreadError("the program written from it does not run in all the calls in which it does")
     return UnreadError(f"it cannot be called again ({said(error)}{raised_at(error)})")

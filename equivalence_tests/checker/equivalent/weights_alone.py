@@ -41,7 +41,7 @@ def _averaging(weigh: Callable[..., Any]) -> Callable[..., Tensor]:
         nonlocal known
         (weights,) = tensors_in((weigh(*args, **kwargs),))
         if not known and not _are_weights(weights):
-            raise ValueError("what comes back are no weights")
+            raise ValueError("what it returns are not weights")
         given = [x for x in args if not isinstance(x, nn.Module)]
         average = next(_averages(weights, [*tensors_in((given, kwargs))]))
         known = True

@@ -162,7 +162,7 @@ class Writer:
             made = getattr(part, "weight", None)
             if path and isinstance(made, Tensor) and made.shape == weight.shape and torch.equal(made.double(), weight):
                 return path
-        raise UnreadError("what multiplies its features is made of parameters, and is none itself")
+        raise UnreadError("what multiplies its features is computed from parameters, and is not one itself")
 
     def places_of(self, values: Tensor) -> Tensor:
         """Find which parameter elements some numbers are."""
@@ -171,7 +171,7 @@ class Writer:
         places = torch.searchsorted(ordered.values, values.detach().double().contiguous()).clamp_max(len(every) - 1)
         found = ordered.indices[places]
         if not torch.equal(every[found], values.detach().double()):
-            raise UnreadError("what multiplies its features is made of parameters, and is none itself")
+            raise UnreadError("what multiplies its features is computed from parameters, and is not one itself")
         return found
 
     def vector(self, name: str, path: str, plus_one: bool = False) -> None:

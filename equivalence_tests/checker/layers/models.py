@@ -81,7 +81,7 @@ def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
         is_switch = isinstance(parameter.default, bool) or "bool" in str(parameter.annotation)
         optional = parameter.default is not parameter.empty and not is_switch
         if optional and parameter.name not in given and not AIM.search(parameter.name):
-            yield Exercise(parameter.name, False, "no call gave it")
+            yield Exercise(parameter.name, False, "no call passed it")
 
 
 def _left_out(walk: Walk) -> Iterator[Exercise]:
@@ -91,7 +91,7 @@ def _left_out(walk: Walk) -> Iterator[Exercise]:
     idle = [] if walk.report.findings else [one for one in _attending(walk.module) if one in walk.idle]
     for path in dict.fromkeys(outermost(walk.idle, one) for one in idle):
         if not any(is_inside(path, layer) for layer in layers):
-            yield Exercise(path, False, "nothing is made of it that comes back")
+            yield Exercise(path, False, "the output does not depend on it")
 
 
 def _attending(module: nn.Module) -> list[str]:
@@ -254,7 +254,7 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
         later = looks_ahead(walk.module, run)
     if run.masks and (run.target is not None or "mask" in calls or not calls):
         if asked and later and run.target is None:
-            walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is handed over")
+            walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is passed")
         return
     claimed = asked or run.target is not None or causal_claim(walk.module, lambda: _with(run, run.source))
     walk.report.notes += [f"it predicts the next token: {asked}"] if asked and later else []

@@ -46,7 +46,7 @@ def test_a_gate_that_takes_part_twice_where_another_never_does_is_named(tmp_path
     (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock")
     assert report.verdict == "unchecked", str(report)
-    assert "only a part of what modulation.1 makes takes part" in report.reason
+    assert "only part of the output of modulation.1 is used" in report.reason
 
 
 def test_a_model_is_given_the_time_step_and_the_class_of_each_sample() -> None:

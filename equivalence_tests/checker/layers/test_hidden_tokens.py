@@ -156,7 +156,7 @@ OTHERS = (
     ("class SASRec", "class Recommender", "takes keys or values from another tensor than its queries"),
     ("attend(asks, seqs, seqs", "attend(seqs, asks, asks", "takes keys or values from another tensor"),
     ("asks = norm(seqs)", "asks = norm(seqs) + seqs", "not"),
-    ("places + 1", "places[:, ::-1] + 1", "a tensor takes part that is neither an argument"),
+    ("places + 1", "places[:, ::-1] + 1", "it uses a tensor that is neither an argument"),
     ("attn_mask=hidden", "attn_mask=None", "Earlier outputs of the decoder change when a later target token does"),
 )
 
@@ -164,7 +164,7 @@ OTHERS = (
 def test_items_may_be_numbered_by_numpy_and_only_what_asks_be_normed(tmp_path: Path) -> None:
     said = report_on(ITEMS, "SASRec", tmp_path)
     assert said.startswith("equal"), said
-    assert "what asks alone is normed, as SASRec has it" in said
+    assert "only the queries are normalised, as in SASRec" in said
     assert "the tokens that are hidden are set to 0. Intended: the id 0 says" in said
 
 

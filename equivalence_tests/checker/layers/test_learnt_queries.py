@@ -61,7 +61,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
 def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:
     said = report_on(TEXT, "Induced", tmp_path)
     assert said.startswith("equal"), said
-    assert "first takes tokens that are made of none that are given. Intended: the parameter points" in said
+    assert "first takes tokens that are made from none that are passed in. Intended: the parameter points" in said
     assert "a feed-forward follows it" in said
 
 
@@ -121,7 +121,7 @@ def test_a_norm_that_the_whole_does_not_call_is_missed(tmp_path: Path) -> None:
 def test_a_matrix_beside_a_feed_forward_is_no_shortcut_by_any_name(tmp_path: Path) -> None:
     said = report_on(NORMED.replace("shortcut", "other"), "Induced", tmp_path)
     assert said.startswith("unchecked"), said
-    assert "stand side by side" in said
+    assert "are added in parallel" in said
 
 
 LATENTS = """

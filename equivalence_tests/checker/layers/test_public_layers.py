@@ -141,7 +141,7 @@ def test_tokens_that_are_added_once_more_to_what_has_positions_are_a_step() -> N
     right, wrong = verify(lambda: LengthFirst(29, 24, 3)), verify(lambda: AddsItsTokensTwice(29, 24, 3))
     assert right.verdict == "equal", str(right)
     assert wrong.verdict == "unchecked", str(wrong)
-    assert "adds positions to is added to what it gives, once more" in " ".join(wrong.reason.split())
+    assert "is added to its output once more" in " ".join(wrong.reason.split())
 
 
 def _rotated(x: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -477,7 +477,7 @@ def test_a_series_may_be_normalised_by_itself_and_scaled_back_by_the_same_number
     for right in (InvertedForecaster, InvertedWithAGain, InvertedInPlace):
         report = verify(right)
         assert report.verdict == "equal", str(report)
-        assert any(one.reason.startswith("what comes back is scaled back by them") for one in report.intended)
+        assert any(one.reason.startswith("the output is scaled back by them") for one in report.intended)
     for wrong in (InvertedWithoutItsScale, InvertedWithTheTwoExchanged):
         report = verify(wrong)
         assert (report.verdict, "a series is normalised" in report.reason) == ("unchecked", True), str(report)

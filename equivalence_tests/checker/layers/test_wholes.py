@@ -159,7 +159,7 @@ def test_an_expression_that_may_be_intended_is_named_with_its_line(tmp_path: Pat
     version = next(one for one in fixed_layers.versions() if one.operator == "branch halved")
     report = verify(built(version.right, version.text, tmp_path))
     assert (report.verdict, report.findings) == ("unchecked", []), str(report)
-    assert f"in line {version.lines[0]} it is a Transformer of torch's parts" in report.reason
+    assert f"on line {version.lines[0]}, it is a Transformer of torch's parts" in report.reason
     assert "constant factor" in report.reason
 
 

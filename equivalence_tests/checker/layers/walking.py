@@ -140,7 +140,7 @@ def _run_in(coverage: list[Exercise], other: Report, what: str) -> Iterator[Exer
 
 def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Report:
     if subject.module is None:
-        raise CannotCheckError(f"{name} is no nn.Module, of which alone layers and models are read: name its attention")
+        raise CannotCheckError(f"{name} is not an nn.Module, so it is not read as a layer: name its attention")
     if any(isinstance(inside, torch.jit.ScriptModule) for inside in subject.module.modules()):
         raise CannotCheckError("TorchScript runs in it, which hides its operations: check the class that was scripted.")
     module = subject.copied()
@@ -177,7 +177,7 @@ def _add_all_parts(walk: Walk) -> list[nn.Module]:
     for path, layer in layers:
         add_layer(walk, path, layer)
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
-        walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
+        walk.skip("wiring", "it holds no attention; if parts are passed to its constructor, pass an instance")
     _add_mask_methods(walk)
     return [layer for _, layer in layers]
 

@@ -133,7 +133,7 @@ class Parts:
             data = [replace(data[0], places=torch.zeros_like(data[0].places))]
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
-            raise UnreadError(f"what {path} gives has not the tokens that it is given")
+            raise UnreadError(f"the output of {path} does not have the tokens of its input")
         self._in_order(kind, path, data, first or isinstance(module, nn.modules.batchnorm._BatchNorm))
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
@@ -146,7 +146,7 @@ class Parts:
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         ordered = lies_in_order if kind == "attention" else lies_whole
         if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
-            self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
+            self.sums.say(f"{path} is given tokens or features in another order", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""
@@ -156,12 +156,12 @@ class Parts:
             return
         rows = index.double()
         if not (bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())):
-            self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
+            self.sums.say(f"the positions that {path} looks up are not counted from the first", "scores")
         self.calls[path].add(self._new("table", f"{path} {rows.flatten()[:1].tolist()}", (), [output], torch.zeros(())))
 
     def _acted(self, name: str, value: Value, output: Tensor | list[Tensor]) -> None:
         if self.labels.kind(value) not in ("linear", "piece") and not self.labels.is_normed_matrix(value):
-            self.sums.say(f"{name} of what no matrix gave", "gate")
+            self.sums.say(f"{name} of something other than the output of a matrix", "gate")
             self.sums.used(value, name)
         self._new("activation", name, [value], [output] if isinstance(output, Tensor) else output, value.places)
 

@@ -119,7 +119,7 @@ class WholeWriter:
     def _class(self, scope: Scope, call: ModuleCall, module: nn.Module) -> str:
         outputs = [scope.names[id(x)] for x in call.outputs if id(x) in scope.names]
         if not outputs or (not call.path and len(outputs) < len(call.outputs)):
-            raise UnreadError(f"not all that {call.path or 'it'} returns is made in it")
+            raise UnreadError(f"{call.path or 'it'} returns something that is not made in it")
         lines = [*own_lines(module), *self._of_tables(call.path), *self._children(module, call.path)]
         given = ", theirs: nn.Module" if self._takes_tables(call.path) else ""
         init = [f"    {line}" for line in (f"def __init__(self{given}) -> None:", "    super().__init__()")]
@@ -214,7 +214,7 @@ class WholeWriter:
             return scope.names[id(x)]
         path = self.owned.get(id(x))
         if path is None:
-            raise UnreadError("a tensor takes part that is neither an argument, a parameter nor a buffer")
+            raise UnreadError("it uses a tensor that is neither an argument, a parameter nor a buffer")
         if scope.path and not path.startswith(f"{scope.path}."):
             raise UnreadError(f"{scope.path} uses {path}, which is not its own")
         if path not in self.kept:

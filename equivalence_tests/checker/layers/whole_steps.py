@@ -155,10 +155,10 @@ class Follower(Parts):
 
     def _put_before(self, operation: Operation, data: list[Value]) -> None:
         if not lies_in_order(data[0].places):
-            self.sums.say("the tokens that something is put before lie in another order", "project")
+            self.sums.say("the tokens that something is prepended to are in another order", "project")
         self.sums.used(data[0], operation.name)
         out, starts = operation.outputs[0], itertools.accumulate((x.value.size(1) for x in operation.inputs), initial=0)
-        label = self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
+        label = self._new("tokens", "what is prepended to the tokens", data, [out.tensor], places_of(out.value.shape))
         for slot, start in zip(operation.inputs, starts, strict=False):
             own = range(start, start + slot.value.size(1)) if id(slot.tensor) in self.learnt else ()
             self.sums.put[label] = self.sums.put.get(label, set()) | {*own}
@@ -170,7 +170,7 @@ class Follower(Parts):
             self.hidden.compared(operation)
             return
         shifted = operation.name == "cat" and len(data) == 1
-        said = "a first one that is always the same stands before them, as before what is to be predicted" * shifted
+        said = "a fixed first one is prepended, as to targets that are to be predicted" * shifted
         self.sums.say(f"{operation.name} of the ids", "project", said)
         places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
         self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
@@ -200,7 +200,7 @@ class Follower(Parts):
             self._give([slot.tensor for slot in operation.outputs], value)
             return
         if value.places.shape != operation.inputs[0].value.shape:
-            raise UnreadError(f"{operation.name} of what has no tokens of its own")
+            raise UnreadError(f"{operation.name} of something without tokens")
         with torch.no_grad():
             others = [slot.value for slot in operation.inputs[1:]]
             result = operation.call([value.places, *others]) if operation.name in MOVES else value.places
@@ -222,7 +222,7 @@ class Follower(Parts):
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
         self.sums.used(value, name)
-        evidence = "" if name == "another token" else "what comes back holds no tokens"
+        evidence = "" if name == "another token" else "the output holds no tokens"
         self.sums.say(f"{name} of all tokens is taken", "output", evidence)
         self._new("pool", name, [value], [operation.outputs[0].tensor], places_of(operation.outputs[0].value.shape))
 
@@ -244,7 +244,7 @@ class Follower(Parts):
             self.labels.summed.setdefault(value.only, (*operation.frames, *call_of(operation, self.recorder)))
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
-            self.sums.say("what is added lies in another order", "project")
+            self.sums.say("what is added is in another order", "project")
         largest = max(both, key=lambda x: x.places.numel()).places.expand(operation.outputs[0].value.shape)
         terms = summed(one.terms, other.terms, sign)
         for label in {*dict(one.terms)} & {*dict(other.terms)} - {*dict(terms)}:
@@ -308,10 +308,10 @@ class Follower(Parts):
     def _end(self, outputs: list[Tensor]) -> None:
         known = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)
         if known is None:
-            raise UnreadError("what comes back could not be followed")
+            raise UnreadError("the output could not be followed")
         self.returned = known.terms
         if self.series is not None:
-            said = "what comes back is scaled back by them; no gradients of data were compared"
+            said = "the output is scaled back by them; no gradients of data were compared"
             said *= self.series.is_undone(known.terms)
             self.sums.say("a series is normalised by its own mean and deviation", "project", said)
         for label, made in self.labels.of_kind("given"):

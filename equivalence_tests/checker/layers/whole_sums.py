@@ -69,7 +69,7 @@ class Sums:
                 self._stands_alone(made)
         for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "positions"):
             if made.inputs and not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
-                self.say(f"what {made.words} adds positions to is added to what it gives, once more", "residual")
+                self.say(f"the input of {made.words} is added to its output once more", "residual")
         if branches:
             self._from_stream(value, by)
         self.labels.streams.add(value.terms)
@@ -96,11 +96,11 @@ class Sums:
                     if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
                         self._stands_alone(made)
                 if len(rest) > 1:
-                    words = f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side"
+                    words = f"{' and '.join(self.labels.words(x) for x in rest)} are added in parallel"
                     self.say(words, "parallel", self._one_norm(rest, start) or self._shortcut(rest))
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
-        self.say(f"{names}, which {by} takes, is no residual connection", "residual")
+        self.say(f"{names}, which {by} takes, is not a residual connection", "residual")
 
     def _one_norm(self, labels: Sequence[str], stream: Terms) -> str:
         """Say that attention and feed-forward read the same norm of the stream, as in GPT-J; "" where they do not."""
@@ -144,7 +144,7 @@ class Sums:
         if any(named):
             self._say_where_positions_are_added(path, named, frames)
         if query.terms not in self.labels.streams:
-            self.say(f"{path} reads what is not the stream of tokens", "project")
+            self.say(f"{path} reads something other than the stream of tokens", "project")
         for other in others:
             apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
             if not apart and not other.is_same(query):
@@ -157,7 +157,7 @@ class Sums:
         """Say that the queries are the norm of what the keys are, in a class whose name says it; "" elsewhere."""
         made = self.labels.made.get(query.only)
         normed = made is not None and made.kind == "layer_norm" and made.inputs[0].terms == other.terms
-        return "what asks alone is normed, as SASRec has it" if normed and "sasrec" in self.name.lower() else ""
+        return "only the queries are normalised, as in SASRec" if normed and "sasrec" in self.name.lower() else ""
 
     def _say_where_positions_are_added(self, path: str, named: Sequence[Sequence[str]], frames: Frames) -> None:
         names = " and ".join(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -190,22 +190,22 @@ class Sums:
         if kind == "layer_norm" and path in self.paths and len(getattr(own, "normalized_shape", ())) > 1:
             self.say(f"{path} normalises several tokens as one", "project")
         if kind == "linear" and before in ("linear", "feed_forward"):
-            self.say(f"{path} stands behind another matrix with nothing between", "project")
+            self.say(f"{path} follows another matrix with nothing in between", "project")
 
     def made_of_none(self, path: str, name: str, positions: bool = False) -> None:
         """Say that a part takes tokens that are learnt, or of unknown origin, or positions, which it may add itself."""
         if positions:
-            self.say(f"{path} is handed {name} beside the tokens", "scores", "the name of the argument says positions")
+            self.say(f"{path} is passed {name} beside the tokens", "scores", "the name of the argument says positions")
             return
         said = f"the parameter {name}" if name else ""
-        self.say(f"{path} takes tokens that are made of none that are given", "project", said)
+        self.say(f"{path} takes tokens that are made from none that are passed in", "project", said)
 
     def come_back(self, value: Value) -> None:
         """Ask of what comes back whether it is the stream of tokens, in order."""
         self.used(value, "the output")
         ordered = is_turned if self.inverts else lies_in_order
         if value.places.dim() and not ordered(value.places):
-            self.say("the tokens or features that come back lie in another order", "output")
+            self.say("the output has its tokens or features in another order", "output")
         for label, _ in value.terms:
             self.labels.users.setdefault(label, set()).add("output")
 
@@ -229,7 +229,7 @@ class Sums:
         """Give all that was said, and what is strange once it is known what comes back and what is idle."""
         self.judge_parts(calls, module)
         for path in idle:
-            self.say(f"only a part of what {path} makes takes part", "unused")
+            self.say(f"only part of the output of {path} is used", "unused")
         self.judge_unused({path: labels for path, labels in calls.items() if path in kinds}, returned)
         return list(dict.fromkeys(self.found))
 
@@ -252,13 +252,13 @@ class Sums:
                 self.say(f"{made.words} normalises the embeddings", "project", f"the sub-module {made.words}" * own)
         for label, made in self.labels.of_kind("softmax"):
             if self.labels.users.get(label, set()) != {"output"} or label in self.labels.summed:
-                self.say(f"{made.words} stands between the parts", "gate")
+                self.say(f"{made.words} is used between the parts", "gate")
         for label, made in self.labels.of_kind("activation"):
             users = self.labels.users.get(label, set())
             inside = users <= {"linear", "product", "layer_norm"} and label not in self.labels.summed
             ends = inside or self.labels.is_pooled(made)
             if users and not ends:
-                self.say(f"{made.words} stands behind the last matrix", "gate")
+                self.say(f"{made.words} follows the last matrix", "gate")
         for _, made in self.labels.of_kind("gain"):
             learnt = made.words in dict(module.named_parameters(remove_duplicate=False))
             self.say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")

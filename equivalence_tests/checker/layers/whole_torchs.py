@@ -91,7 +91,7 @@ class TorchsLayer:
             inside += [path for path, child in held if isinstance(child, nn.Linear)]
         paths = dict(self.module.named_modules())
         if len(inside) != 2 or not all(isinstance(paths.get(path), nn.Linear) for path in inside):
-            raise UnreadError("its feed-forward has not two matrices")
+            raise UnreadError("its feed-forward does not have two matrices")
         return inside[0], inside[1]
 
     def _norms(self) -> list[str]:
@@ -107,7 +107,7 @@ class TorchsLayer:
         sizes = {self._heads(made.words) for made in self.attentions}
         eps = {self.module.get_submodule(path).eps for path in self._norms()}
         if len(sizes) != 1 or len(eps) != 1:
-            raise UnreadError("its parts have not one size and one eps")
+            raise UnreadError("its parts do not share one size and one eps")
         hidden, first = self.module.get_submodule(self._matrices()[0]), self.attentions[0].inputs[0].terms
         assert isinstance(hidden, nn.Linear)  # they are
         return called_with(
@@ -124,7 +124,7 @@ class TorchsLayer:
     def _activation(self) -> Any:
         acts = [op for op in self.recorder.operations if op.name in ACTIVATIONS]
         if len(acts) != 1 or acts[0].argument(1, "approximate", "none") == "tanh":
-            raise UnreadError("its activation is none that torch's layer knows by name")
+            raise UnreadError("its activation is not one that torch's layer knows by name")
         return ACTIVATIONS[acts[0].name]
 
     def _dropout(self) -> float:
@@ -168,7 +168,7 @@ class TorchsLayer:
         """Write one mask as torch's layer takes it."""
         reads = {site.reads for site in mask.reached}
         if len(reads) != 1 or mask.form is None or mask.form.held or mask.form.encoding not in HIDDEN:
-            raise UnreadError(f"{mask.name} is no mask of one attention")
+            raise UnreadError(f"{mask.name} is not the mask of a single attention")
         side = "src" if len(self.attentions) == 1 else "memory" if reads == {"memory"} else "tgt"
         shapes = OF_KEYS if mask.form.shape in OF_KEYS else OF_QUERIES
         if mask.form.shape not in shapes:

@@ -45,10 +45,10 @@ from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 WORDS = "a Transformer of torch's parts", "one"
-UNTRIED = "it is handed over here, but the part alone could not be checked with it"
-HANDED = "it was handed over, and compared with a program of torch's parts"
-IDLE = "it was handed over, and what comes back is the same without it"
-APART = "the program is that of calls with it, and was not found to be that of calls without"
+UNTRIED = "it is passed here, but the part alone could not be checked with it"
+HANDED = "it was passed, and compared with a program of torch's parts"
+IDLE = "it was passed, and the output is the same without it"
+APART = "the program is that of calls with it, and was not shown to be that of calls without it"
 
 
 @dataclass
@@ -292,7 +292,7 @@ def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> N
             return
         given = [one for one in left if one.what in dict(trial.plan.roles)]
         if found.agrees and not found.not_run and other.is_explained(report):
-            said = "another sequence was handed over too, and compared with a program of torch's parts"
+            said = "another sequence was passed too, and compared with a program of torch's parts"
             kept = [one for one in report.coverage if one not in given]
             report.coverage = [*kept, *(replace(one, exercised=True, detail=said) for one in given)]
             report.verdict = "partial" if report.not_exercised else "equal"

@@ -124,5 +124,5 @@ def test_an_exact_program_shows_the_step_that_nothing_asks_for(tmp_path: Path) -
     mistake = named_mistake("rotary_queries")
     (finding,) = verify(written(tmp_path, broken(mistake.right, mistake.changes))).findings
     assert finding.evidence.startswith(
-        "Your code returns the numbers of a program of torch's parts with this step: the query is rot"
+        "Your code equals a program of torch's parts that has this step: the query is rot"
     )

@@ -172,7 +172,7 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
     report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
     first = next(module_cases(module, width, features_first, source)).call
     if len(tensors_of(attempt(partial(module, *first.args)))) > 1:
-        report.coverage.append(Exercise("what else comes back", False, "only the first tensor was compared"))
+        report.coverage.append(Exercise("the other outputs", False, "only the first tensor was compared"))
     part = WrittenPart(writer.equivalent(source, source_of(subject.function)), weights_of(module))
     tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
     hold_part(report, part, module_cases(module, width, features_first, source), tolerance=tolerance)

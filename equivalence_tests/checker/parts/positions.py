@@ -1,6 +1,6 @@
 """Every positional encoding: sinusoids with their known mistakes, learned tables, rotations and tables of angles.
 
-What is compared is the table alone: ``position_calls`` takes the input off what came back.
+Only the table is compared: ``position_calls`` subtracts the input from the output.
 """
 
 import itertools
@@ -118,7 +118,7 @@ def _said_base(base: float) -> tuple[Row, ...]:
 
 
 def _angle_table(lay: Lay, turned: bool, law: Exponents, base: float, number: Map, width: Any, given: Any) -> Any:
-    """Compute the rows of these positions, or write them down; turned, sines come first."""
+    """Give the table's rows at these positions, as a tensor or as text; ``turned`` puts the sines first."""
     positions, pairs = kept("positions", number(given[..., None])), kept("pairs", numbers_to(width // 2))
     angles = kept("angles", positions * base ** -law(pairs, width)[0])
     return lay(*((angles.sin(), angles.cos()) if turned else (angles.cos(), angles.sin())))
@@ -178,13 +178,13 @@ def _scaled(factor: Any, table: Map, positions: Tensor) -> Tensor:
 
 
 def _written(scale: str, table: Callable[[Writer, Text], Text], writer: Writer, count: Text) -> Text:
-    """Write a table, times a number that is learnt."""
+    """Write the program of a table, times its learnt scale if there is one."""
     found = table(writer, count)
     return writer.parameter(scale).flatten()[0] * found if scale else found
 
 
 def _numbered(table: Callable[[Any, Any], Any], number: Map, zeroed: bool, width: Any, given: Any) -> Any:
-    """Compute the rows of these positions, (len, width), or write them down; row 0 may be all zeros, for padding."""
+    """Give the rows at these positions, (len, width), as a tensor or as text; ``zeroed`` makes row 0 all zeros."""
     given = kept("given", given) if zeroed else given
     rows = table(width, number(given[..., None]))
     return rows * given[..., None].clamp(max=1) if zeroed else rows
@@ -211,7 +211,7 @@ def learnt_table(name: str, width: int, offset: int, writer: Writer, count: Text
 
 
 def kept(name: str, x: Any) -> Any:
-    """Give a step of a table a name where the table is written down."""
+    """Assign an expression to a variable of this name in the written program; return tensors unchanged."""
     if not isinstance(x, Text):
         return x
     x.writer.lines.append(f"{name} = {x}")
@@ -219,7 +219,7 @@ def kept(name: str, x: Any) -> Any:
 
 
 def numbers_to(count: Any) -> Any:
-    """Give 0, 1, ... in float64, or write them down."""
+    """Give 0, 1, ..., count - 1 in float64, as a tensor or as text of the written program."""
     if isinstance(count, Text):
         return Text(f"torch.arange({count}, dtype=torch.float64)", count.writer)
     return torch.arange(count, dtype=torch.float64)

@@ -67,7 +67,7 @@ UNCOMPARED: dict[type[nn.Module], str] = {
     InPlaceFeedForward: "It writes into its argument number 1: after the call, the caller's tensor holds other numbers",
     WithoutGradientsFeedForward: "gradients, of which it gives none",
     NoEpsForZerosRMSNorm: "it gives NaN",
-    IntegersFeedForward: "what multiplies its features is made of parameters, and is none itself",
+    IntegersFeedForward: "what multiplies its features is computed from parameters, and is not one itself",
 }
 
 
@@ -93,7 +93,7 @@ class NestFeedForward(PaperFeedForward):
 def test_of_a_nest_the_first_tensor_is_compared_and_the_rest_is_listed() -> None:
     report = verify(NestFeedForward)
     assert report.verdict == "partial", report
-    assert [one.what for one in report.not_exercised] == ["what else comes back"]
+    assert [one.what for one in report.not_exercised] == ["the other outputs"]
 
 
 class SharedFeedForward(nn.Module):

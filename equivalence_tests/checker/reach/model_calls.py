@@ -116,7 +116,7 @@ def run_layer(trial: Trial) -> ModelRun:
 
 
 def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
-    """Run it on what it requires; where it does not run on that, on what it may be trained on, or with a switch."""
+    """Give the calls that run, with whether masks are passed: on required arguments, else on optional ones too."""
     parameters = parameters_of(module)
     required = {p.name: _role(p) for p in parameters if p.default is p.empty}
     aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
@@ -135,14 +135,14 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
 
 
 def _aims_of_a_loss(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what may be None, and is what the model makes a loss of otherwise."""
+    """Give the role "=None" to each argument that may be None and is otherwise the target of the model's own loss."""
     compared = compared_by(type(module)) if LOSS.search(source_of(type(module))) else {}
     unsaid = (name for name, role in roles.items() if not role and not DECODES.search(name.lower()))
     return {name: "=None" for name in unsaid if None in compared.get(name, [])}
 
 
 def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Say what may be handed over beside one sequence or image: a time step or a class of each sample, or a vector."""
+    """Give roles for arguments beside one sequence or image: a time step, a class or a vector for each sample."""
     others = [name for name, role in roles.items() if not role][1:]
     widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     vectors = [f"vector {width}" for width in [*widths][:MOST_WIDTHS]]
@@ -153,9 +153,9 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
 
 
 def _items_beside(roles: Mapping[str, str], unread: Collection[str]) -> list[dict[str, str]]:
-    """Take all sequences of ids but the first for items that are scored, as recommenders score those of each place.
+    """Give roles where other sequences of ids are the items that a recommender scores at each position.
 
-    The number of the user, which many hand over, is often read by nothing.
+    An argument that nothing reads, as the user's id often is, gets None.
     """
     roles = {name: "=None" if name in unread else role for name, role in roles.items()}
     names = [name for name, role in roles.items() if not role]
@@ -165,7 +165,7 @@ def _items_beside(roles: Mapping[str, str], unread: Collection[str]) -> list[dic
 
 
 def _of_samples(role: str, batch: int) -> Tensor:
-    """Make the time step, the class or the vector of each sample."""
+    """Make the tensor for such a role: a time step, a class or a vector for each sample."""
     kind, _, width = role.partition(" ")
     if kind == "vector":
         return torch.randn(batch, int(width), generator=torch.Generator().manual_seed(9))
@@ -176,7 +176,7 @@ def _of_samples(role: str, batch: int) -> Tensor:
 def _runs_of(
     module: nn.Module, roles: dict[str, str], drawn_for: Callable[[int], list[Drawn]], errors: list[str]
 ) -> Iterator[tuple[ModelRun, bool]]:
-    """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
+    """Give each call with these roles that runs, on every kind of input, and whether its masks are all neutral."""
     masks = tuple(p.name for p in parameters_of(module) if _role(p) == "mask")
     names = sorted((n for n, role in roles.items() if not role), key=lambda name: bool(TARGET.search(name.lower())))
     if len(names) not in (1, 2):
@@ -199,7 +199,7 @@ def _runs_of(
 
 
 def _role(parameter: Parameter) -> str:
-    """Say whether an argument is a mask, segments or the place of the first token; "" where it may be a sequence."""
+    """Give the role of an argument: "mask", "segments", "=0" for a first position, or "" for a sequence."""
     if POSITION.search(parameter.name.lower()):
         return "=0"
     if SEGMENTS.search(parameter.name):
@@ -247,10 +247,9 @@ def _arguments(
 
 
 def _mixed_samples(run: ModelRun) -> str | None:
-    """Name the mistake that shows when sample 0 becomes another: sample 1 changes, or sample 0 does not.
+    """Change sample 0 and name the mistake that shows: sample 1 changes, sample 0 does not, or equal calls differ.
 
-    It is "" if all is well, and None if the model does not run on the other sample. What changes when nothing does says
-    nothing about samples.
+    It is "" if all is well, and None if the model does not run on the changed sample.
     """
 
     def flipped(x: Tensor) -> Tensor:  # on all axes: an image may have one channel
