@@ -454,7 +454,7 @@ def test_a_program_that_does_not_run_is_no_fault_of_the_code(monkeypatch: pytest
         raise RuntimeError("other sizes")
 
     monkeypatch.setattr(Program, "__call__", fails)
-    assert "the program that was read of it does not run (RuntimeError: other sizes)" in verify(Base).reason
+    assert "the program written from it does not run (RuntimeError: other sizes)" in verify(Base).reason
 
 
 def test_the_line_that_writes_into_an_argument_is_found() -> None:

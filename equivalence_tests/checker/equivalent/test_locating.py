@@ -77,7 +77,7 @@ def test_what_may_be_intended_is_named_and_not_blamed(
 ) -> None:
     report = verify(changed(tmp_path, *changes))
     assert (report.verdict, report.findings) == ("unchecked", [])
-    assert re.search(f"in line \\d+ it is torch's attention to .* It may be intended: .*{said}", report.reason), report
+    assert re.search(f"on line \\d+, it is torch's attention to .* It may be intended: .*{said}", report.reason), report
 
 
 def test_scores_of_which_some_are_cut_off_are_followed(tmp_path: Path) -> None:
