@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.doors.command import _show
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.parts.kinds import guess_kind
 from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
@@ -358,3 +359,13 @@ def test_what_is_only_seen_in_other_calls_is_no_mistake_of_this_one() -> None:
     (report,) = verify(TwoStreamsAttention(12, 3), (torch.randn(2, 5, 12), torch.randn(2, 4, 12)))
     assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
     assert verify(lambda: TwoStreamsAttention(12, 3)).mistakes == ("mask_never_used",)
+
+
+def test_tokens_of_which_most_are_padding_are_tokens() -> None:
+    tokens = torch.randn(2, 9, 12)
+    tokens[:, 2:] = 0
+    (report,) = verify(TwoStreamsAttention(12, 3), (tokens,))
+    assert report.verdict == "equal", str(report)
+    other = Call(nn.Identity(), (tokens,)).redrawn(1).args[0]
+    assert torch.equal(other == 0, tokens == 0)
+    assert not torch.equal(other, tokens)

@@ -85,7 +85,8 @@ class Call:
     ) -> tuple[Any, Any, dict[int, Tensor]]:
         """Copy the arguments, as the code may write into them; each copy is also given by the id of its original.
 
-        A ``seed`` draws other numbers for those that hold data; ``leaves`` take the place of some, with gradients.
+        A ``seed`` draws other numbers for those that hold data, beside their zeros; ``leaves`` take the place of some,
+        with gradients.
         """
         generator = torch.Generator().manual_seed(seed or 0)
         replaced: dict[int, Tensor] = {}
@@ -94,9 +95,9 @@ class Call:
             if not isinstance(x, Tensor):
                 return _copied(x)
             if id(x) not in replaced:
-                drawn = seed is not None and is_data(x)
-                leaf = (leaves or {}).get(id(x))
-                copied = torch.randn(x.shape, generator=generator, dtype=torch.float64) if drawn else x.detach()
+                leaf, copied = (leaves or {}).get(id(x)), x.detach()
+                if seed is not None and is_data(x):
+                    copied = torch.randn(x.shape, generator=generator, dtype=torch.float64) * (x != 0)
                 replaced[id(x)] = copied.to(x.dtype, copy=True) if leaf is None else leaf * 1
             return replaced[id(x)]
 
@@ -199,10 +200,11 @@ def _copied(x: Any) -> Any:
 
 
 def is_data(x: Tensor) -> bool:
-    """Whether it looks like data: real numbers that vary, and none that hides something."""
-    if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
+    """Whether it looks like data: real numbers that vary, beside zeros as padding, and none that hides something."""
+    if not x.is_floating_point() or x.dim() < 2:
         return False
-    return bool(x.isfinite().all()) and float(x.abs().max()) <= 1e3 and len(x.unique()) >= 0.5 * x.numel()
+    varied = x[x != 0]
+    return varied.numel() > 1 and float(varied.abs().max()) <= 1e3 and len(varied.unique()) >= 0.5 * varied.numel()
 
 
 def _is_leaf(x: Any) -> bool:
