@@ -62,12 +62,21 @@ class Conventions:
             paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
             turns, base = turns_of(self.run, rotated[0]), base_of(self.module)
             stated = self._numbers_beside(rotated[0])
-            if _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated:
+            doubled = _is_whole(rotated[0]) and _falls_as(turns, base, 4) and base**2 not in stated
+            if doubled and not self._takes_angles(rotated[0]):
                 claim = f"From one token to the next, pair 1 turns by {base:g}^(-4 / d), pair 2 by {base:g}^(-8 / d)."
                 yield Departure("position_exponent_wrong", "rotary", place, {"exponent": "4i / d", "claim": claim})
                 return
             said = f"queries and keys are rotated by the same angles{paired}{_pace(turns, {base, *stated})}"
             yield Departure("rotary_positions", "rotary", place, evidence=said)
+
+    def _takes_angles(self, operand: Operand) -> bool:
+        """Whether the tables that rotate an operand are handed over: their base is known elsewhere."""
+        pairs = zip(self.recorder.names, self.recorder.given, strict=True)
+        given = {name for name, x in pairs if name.startswith("arg:") and x.value.is_floating_point()}
+        turning = (operation for operation, _, _ in operand.steps(self.run) if operation.name == "mul")
+        beside = (pair for operation in turning for pair in self._names.beside(operation))
+        return any(name in given for _, bits in beside for name in self.recorder.named(bits))
 
     def _numbers_beside(self, operand: Operand) -> set[float]:
         """The numbers in the files that rotate an operand."""

@@ -2257,6 +2257,13 @@ def test_an_exponent_that_holds_its_factor_twice_is_named() -> None:
     assert verify(lambda: CountsItsEvenIndicesTwice(36, 3)).mistakes == ("position_exponent_wrong",)
 
 
+def test_angles_that_are_handed_over_may_have_any_base() -> None:
+    angles = torch.outer(torch.arange(7.0).double(), 10.0 ** (-8 * torch.arange(0, 12, 2) / 12)).repeat(1, 2)
+    given = {"x": torch.randn(2, 7, 36), "cos": angles.cos(), "sin": angles.sin()}
+    (report,) = verify(TurnsByTablesIfGiven(36, 3), given)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+
+
 @pytest.mark.thorough
 def test_what_writes_a_rotation_is_written_in_torchs_parts() -> None:
     layer = verify(lambda: WritesInALayer(60, 6))
