@@ -27,6 +27,7 @@ CAP = re.compile(r"cap|clip|clamp", re.IGNORECASE)
 Names = Callable[[str], object]  # whether a name asks for it
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 NORMED = ("normed", "gain")
+LAST = "last_key_hidden"
 KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 
 
@@ -45,7 +46,7 @@ class Conventions:
         yield from self._rotations(departures)
         yield from self._norms(departures)
         own = self.own_mask()
-        if own is not None and own.evidence and "mask" not in wrong:
+        if own is not None and self.is_judged(own) and "mask" not in wrong:
             yield own
         for model in self.judgement.models[:1]:
             if model.cap:
@@ -108,9 +109,16 @@ class Conventions:
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
+                if len(judgement.attention.parts) == 1 and is_window_without_last(part, hidden, live):
+                    claim = f"Of {ranks_of(part)[3]} tokens, the last is hidden from every query, and from its own."
+                    return Departure(LAST, "mask", operation, {"claim": claim})
                 evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None
+
+    def is_judged(self, own: Departure) -> bool:
+        """Whether it is known of a pattern of the code's own that it is intended, or that it is wrong."""
+        return bool(own.evidence) or own.name == LAST
 
     def _hiding(self) -> tuple[Operation | None, list[str]]:
         """The first operation that scores meet something else in, and what that is made from."""
@@ -165,12 +173,14 @@ class Conventions:
     def _grows(self, part: Part, model: WeightsModel, live: Tensor) -> bool:
         """Whether what is added is the greater the farther a key is from the query, before it or behind it.
 
+        Between the patches of an image it is the least for the query's own: distances there have other orders.
         Where a mask argument may hide later keys, what is added for those keys is no evidence.
         """
         query, key, queries, keys = ranks_of(part)
         apart = [key - query - shift for shift in {0, keys - queries}]
         signs = (-1,) if self._takes_a_mask() else (-1, 1)
-        return any(_rises(model, live & (sign * x >= 0), sign * x) for x in apart for sign in signs)
+        in_a_row = any(_rises(model, live & (sign * x >= 0), sign * x) for x in apart for sign in signs)
+        return in_a_row or _is_least_for_itself(part, model, live)
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
@@ -244,6 +254,17 @@ class Conventions:
         return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
 
 
+def is_window_without_last(part: Part, hidden: Tensor, live: Tensor) -> bool:
+    """Whether a window, or nothing, is hidden, and the last key from all queries."""
+    query, key, queries, keys = ranks_of(part)
+    apart, seen, last = (key - query).abs(), live & ~hidden, key == keys - 1
+    others = live & ~last
+    if queries != keys or not bool(seen.any()) or not bool(hidden[live & last].all()):
+        return False
+    outside = apart > apart[seen].max()
+    return bool(others.any()) and torch.equal(hidden[others], outside[others])
+
+
 def modules_around(module: nn.Module | None, place: str) -> list[nn.Module]:
     """Give what holds the module at a path, and that itself, the outermost first; nothing of a function."""
     held = module.named_modules() if module is not None else ()
@@ -276,6 +297,18 @@ def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:
     rows, apart, bias = (x[live][order] for x in (model.rows, distance, model.bias))
     farther = (rows.diff() == 0) & (apart.diff() > 0)
     return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > MEASURED).all())
+
+
+def _is_least_for_itself(part: Part, model: WeightsModel, live: Tensor) -> bool:
+    """Whether each token adds the least to its own score, and more of several numbers to those of others."""
+    query, key, queries, keys = ranks_of(part)
+    own = live & (query == key)
+    if queries != keys or not bool(own.any()):
+        return False
+    least = torch.full((int(model.rows.max()) + 1,), torch.nan, dtype=model.bias.dtype)
+    least[model.rows[own]] = model.bias[own]
+    more = (model.bias - least[model.rows])[live]
+    return bool((more > -MEASURED).all()) and len((more * 1e6).round().unique()) > 4
 
 
 def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:

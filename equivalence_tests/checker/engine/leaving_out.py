@@ -78,6 +78,7 @@ class Repair:
     idle: frozenset[Place] = frozenset()  # where the operations stand whose results nothing takes then
     parts: tuple[Operation, ...] = ()  # those operations, and the last
     own: tuple[str, ...] = ()  # the names of parameters, buffers and arguments that nothing else takes
+    mistake: str = ""  # what it is a mistake not to leave out; "" for an expression that torch's formula does not have
 
     @property
     def written(self) -> tuple[str, str]:
@@ -201,6 +202,7 @@ class Without(Recorder):
         """List the expressions that may be left out of what has run: the last that ran first, the smallest first."""
         graph, outputs, seen = Graph(self.operations), list(tensors_in((output,))), set[tuple[LeftOut, ...]]()
         live = graph.live(outputs)
+        yield from self._read_elsewhere()
         for operation in reversed(self.operations):
             single = len(operation.outputs) == 1 and operation.outputs[0].value.is_floating_point()
             if operation.index in live and single:
@@ -208,6 +210,22 @@ class Without(Recorder):
                     if found.left_out not in seen:
                         seen.add(found.left_out)
                         yield self._with_parts(found, outputs, live)
+
+    def _read_elsewhere(self) -> Iterator[Repair]:
+        """What is written into caches, in the place of as much that is read from them."""
+        written, fresh = dict[int, Operation](), set[int]()  # memory that this run makes is no cache
+        pairs = list[tuple[Operation, Operation]]()
+        for one in self.operations:
+            held = storage_of(one.inputs[0].tensor) if one.inputs else 0
+            fresh |= {storage_of(x.tensor) for x in one.outputs} - {storage_of(x.tensor) for x in one.inputs}
+            if one.inplace and len(one.inputs) == 2 and held not in fresh:
+                written[held] = one
+            elif one.name == "getitem" and held in written:
+                pairs += [(one, written[held])] * (written[held].inputs[1].value.shape == one.outputs[0].value.shape)
+        places = [(self.places[read.index], self.places[wrote.index]) for read, wrote in pairs]
+        every = tuple(LeftOut(read, wrote, 1) for read, wrote in places if read is not None and wrote is not None)
+        if every:
+            yield Repair(every, pairs[0][1], pairs[0][1].inputs[1], mistake="cache_read_elsewhere")
 
     def _of_one(self, operation: Operation, graph: Graph) -> Iterator[Repair]:
         """What an operation takes, or an earlier one of its line takes, in the place of what it gives."""

@@ -90,7 +90,7 @@ class Evidence(Conventions):
         for name in waiting_parameters(self.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         own = self.own_mask()
-        if own is not None and not own.evidence:
+        if own is not None and not self.is_judged(own):
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
 

@@ -19,6 +19,7 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
 from equivalence_tests.checker.equivalent.proving import proven
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding, Proof
@@ -184,6 +185,8 @@ def _apart(want: Tensor, found: Tensor | None) -> float:
 
 def _finding(repair: Repair, whole: str, torchs: str) -> Finding:
     name, (said, kept) = name_of(repair), repair.written
+    if repair.mistake:
+        return found_mistake(repair.mistake)
     without = f"with {kept} in its place" if kept else "without it"
     fix = f"Write {kept} instead" if kept else "Remove it"
     fix += ", and remove the other cut on this line" if len(repair.left_out) > 1 else ""
@@ -199,4 +202,4 @@ def _finding(repair: Repair, whole: str, torchs: str) -> Finding:
 
 def name_of(repair: Repair) -> str:
     """Name an expression as a finding."""
-    return f"changed_by_{repair.operation.name}"
+    return repair.mistake or f"changed_by_{repair.operation.name}"

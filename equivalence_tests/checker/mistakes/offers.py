@@ -51,6 +51,14 @@ ROWS = (
         "query i of a step see the keys up to cached + i.",
     ),
     Mistake(
+        "cache_read_elsewhere",
+        "cache",
+        "What is read from the cache is not what was just written into it.",
+        "keys and values from elsewhere in the cache",
+        "the same keys and values that were written",
+        "Write to the slots that are read: from the number of cached tokens on.",
+    ),
+    Mistake(
         "cache_fails",
         "cache",
         "The second step fails with the cache that the first one returned: {said}.",

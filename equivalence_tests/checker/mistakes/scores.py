@@ -332,6 +332,12 @@ MASKS = (
         (MASK_LINE, "scores = scores.mask_fill(mask, -math.inf)"),
     ),
     _mask(
+        "last_key_hidden",
+        "The mask that it builds hides the last key from all queries.",
+        "softmax(scores.masked_fill(a pattern, -inf)), with nothing but -inf in the last column",
+        "Extend what may be seen to the last key: the end of a slice is exclusive.",
+    ),
+    _mask(
         "own_mask",
         "It hides keys by a pattern that torch's formula does not have.",
         "softmax(scores.masked_fill(a pattern, -inf))",
