@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent import calls
@@ -103,3 +104,26 @@ def test_tokens_of_one_sample_are_no_vectors_and_what_is_made_of_these_is_known_
     assert conditions.follow([vector], [made], "to_gain")
     assert not conditions.follow([tokens], [tokens])
     assert conditions.made[id(made)] == ("c", "to_gain")
+
+
+class AttendsToAVector(nn.Module):
+    """Its memory is one vector of each sample, as of an image that is described, or of a prompt."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention, self.cross = (nn.MultiheadAttention(dim, n_heads, batch_first=True) for _ in range(2))
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        memory = condition[:, None]
+        x = x + self.cross(self.norm2(x), memory, memory, need_weights=False)[0]
+        return x + self.mlp(self.norm3(x))
+
+
+def test_a_memory_may_be_one_vector_of_each_sample() -> None:
+    report = verify(AttendsToAVector)
+    assert report.verdict == "equal", str(report)
+    assert "the argument condition holds it" in [one.reason for one in report.intended]

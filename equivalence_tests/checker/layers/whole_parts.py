@@ -107,8 +107,12 @@ class Parts:
         return value
 
     def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
-        """Tokens that an attention is given, and that are made of no argument."""
-        if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
+        """Tokens that an attention is given, and that are a vector of each sample, or made of no argument."""
+        if known := self.conditions.made.get(id(x)):
+            self.sums.say(
+                f"{path} attends to one vector of each sample", "project", f"the argument {known[0]} holds it"
+            )
+        elif id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
             self.sums.made_of_none(path, self._names(x), self._names(x) in self.added)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:

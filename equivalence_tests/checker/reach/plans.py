@@ -71,6 +71,7 @@ SWITCH = re.compile(
 ASKED_WIDTH = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|came back|split")
 NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
+SIZES_SAID = re.compile(r"(?<![\w:./])\d[\dx]*")
 MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 PACKED = "qkv"  # holds queries, keys and values side by side
@@ -94,6 +95,7 @@ class Errors(list[str]):
         # The ways that failed with every mask and angles, and for each answer the first call it met.
         self.failed: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
         self.own: list[str] = []  # what steps of the check itself raised, where the code ran
+        self.before_the_mask: set[str] = set()  # what was said, but for sizes, where no mask changed the answer
 
 
 def trials_of(
@@ -358,7 +360,7 @@ def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
             yield from _working(replace(trial, sizes=replace(trial.sizes, memory_dim=max(wide, 1))), errors)
 
 
-def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Iterator[Trial]:
+def _in_all_forms(trial: Trial, errors: Errors, met: dict[str, Trial]) -> Iterator[Trial]:
     """Try it without a mask, or None where one is required, then each mask that might hide nothing; with all angles."""
 
     def tried(plan: CallPlan) -> Trial | None:
@@ -373,7 +375,6 @@ def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Ite
     none_masks = {name for name, role in plan.roles if role == "=None" and role_of_parameter(name) == "mask"}
     all_neutral = tuple((name, "neutral" if name in none_masks else role) for name, role in plan.roles)
     masked = MaskForm.neutral_forms() if plan.mask_parameter else []
-    before_the_mask = set[str]()
     for angles in _angles_to_try(replace(trial, plan=replace(plan, roles=without))):
         done = tried(replace(plan, roles=without, angles=angles))
         if done is not None:
@@ -381,8 +382,9 @@ def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Ite
             masked = []  # it asks for none
             continue
         neutral = replace(trial, plan=replace(plan, roles=all_neutral, angles=angles))
-        if masked and (errors[-1] in before_the_mask or _fails_before_the_mask(neutral, errors)):
-            before_the_mask.add(errors[-1])
+        said = SIZES_SAID.sub("", errors[-1])
+        if masked and (said in errors.before_the_mask or _fails_before_the_mask(neutral, errors)):
+            errors.before_the_mask.add(said)
             continue
         for form in masked:
             every = {plan.roles: 0, all_neutral: 0, _with_padding(all_neutral): 0}

@@ -373,3 +373,18 @@ def test_one_head_of_keys_meets_the_queries_of_all() -> None:
 
     (report,) = diagnose_call(Call(attend, (query, key, value)))
     assert report.verdict == "equal", str(report)
+
+
+class RefusesAll(nn.Module):
+    """Says how much it is given each time, whatever the mask."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, past: Tensor, y: Tensor, later: Tensor, mask: Tensor | None = None) -> Tensor:
+        RefusesAll.calls += 1
+        raise RuntimeError(f"{x.numel()} numbers are too few")
+
+
+def test_masks_are_not_tried_again_where_none_has_changed_what_is_said_but_for_sizes() -> None:
+    assert not list(trials_of(RefusesAll(), Sizes(), torch.float64))
+    assert RefusesAll.calls < 300
