@@ -48,7 +48,7 @@ POSITIONS = re.compile(r"^(input_|token_)?pos(ition)?s?(_?(ids?|idx|indices))?$"
 OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
 NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 # Stages in which no option asks for anything but torch's formula.
-NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
+NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary", "cache")
 # What says how something is computed, and not what.
 IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel", re.IGNORECASE)
 MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged
@@ -265,7 +265,7 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         if adds:
             raise CannotCheckError(adds)
         findings, _ = covered.judged(inputs, {})
-        return _asked_for(findings, f"built with {what}")
+        return _asked_for([*findings, *exercised_cache(trial)[1]], f"built with {what}")
 
     covered.run(what, look, covered.leave_out)
 

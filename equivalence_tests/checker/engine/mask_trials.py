@@ -271,7 +271,7 @@ class _Masks:
 
 def _said_of(text: str, name: str) -> dict[str, list[str]]:
     """The lines of a text that say of masks of such a name what 1 and True in them mean, by that meaning."""
-    told = re.compile(rf"\b{name}\b\s*[:(](?!.*\b(not|no)\b)")
+    told = re.compile(rf"\b{name}\b(?: shape)?\s*[:(](?!.*\b(not|no)\b)")
     lines = [(x.strip(), x[found.end() :]) for x in text.splitlines() if (found := told.search(x))]
     return {meaning: [x for x, behind in lines if words.search(behind)] for meaning, words in SAYS.items()}
 

@@ -732,6 +732,24 @@ class KeptAtTheWidthOutside(Inside):
         return super().finished(x, kept)
 
 
+class ScaledByTheWidthOutside(nn.Module):
+    """Queries and keys have a width of their own, and the scale that of the tokens."""
+
+    def __init__(self, dim_embedding: int, dim_qk: int) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(dim_embedding, dim_qk), nn.Linear(dim_embedding, dim_qk)
+        self.v = nn.Linear(dim_embedding, dim_embedding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).mT / x.size(-1) ** 0.5
+        found: Tensor = scores.softmax(-1) @ self.v(x)
+        return found
+
+
+def test_a_width_of_queries_and_keys_is_told_from_that_of_the_tokens() -> None:
+    assert verify(ScaledByTheWidthOutside).verdict in ("deviates", "unchecked")
+
+
 @pytest.mark.thorough
 def test_blocks_and_widths_that_are_alike_at_first_are_told_apart() -> None:
     report = verify(Inside)

@@ -206,6 +206,10 @@ class IndicatesMasking(SaysWhatOneMeans):
         return ~(mask == 0)
 
 
+class SaysItBehindTheShape(DoesTheOpposite):
+    """Attends to a text. text_mask shape : (batch, key) = True for real tokens, False for padding"""
+
+
 class CountsItsCases(SaysWhatOneMeans):
     """Attends to a text. Case 1: padding, for which text_mask (batch, key) is given."""
 
@@ -217,6 +221,7 @@ class CountsItsCases(SaysWhatOneMeans):
         (DoesTheOpposite, ("mask_inverted",)),
         (SaysWhatItDoes, ()),
         (IndicatesMasking, ("mask_inverted",)),
+        (SaysItBehindTheShape, ("mask_inverted",)),
         (CountsItsCases, ()),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
 from equivalence_tests.checker.engine.same import TABLE
-from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
+from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.engine.watching import Slot
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
@@ -49,6 +49,7 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import WINDOWS, Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
+from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
@@ -58,6 +59,8 @@ FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 MANY = 12  # windows of images, in rows and columns
 OTHER_NUMBERS = "the program written from it gives other numbers"
+OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
+SAMPLES_MIXED = "the output for one sample changes with another, in every way in which it runs"
 NO_CALL = "it cannot be called with gradients"
 BOUNDS = {torch.float64: EXACT, torch.float32: TABLE}  # of what cannot be watched
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
@@ -268,9 +271,22 @@ def accuse(report: Report, situation: Situation) -> None:
     report.findings = [_shown(finding, situation, exact) for finding in report.findings]
     if exact is not None:
         report.equivalent = held.written(exact, report)
-    accuse_with_proof(report, complete=exact is not None)  # the program shows that there is no more
+    mixed = () if any(finding.is_proven for finding in report.findings) else _mixed(report.findings[0], situation)
+    report.findings += mixed
+    accuse_with_proof(report, complete=bool(mixed) or exact is not None)  # the program shows that there is no more
     if not report.findings and exact is None:
         _state_difference(report, situation)
+
+
+def _mixed(finding: Finding, situation: Situation) -> list[Finding]:
+    """Blame the line of what nothing proves where samples meet in every way in which the code runs."""
+    plan = situation.plan
+    known = plan.named and "angles" not in dict(plan.roles).values()  # what is called positions may have any shape
+    if finding.stage not in OF_AXES or not known:
+        return []
+    if any(x.keeps_samples_apart for x in trials_for(situation.subject, Errors())):
+        return []
+    return [found_mistake("samples_mixed", stack=finding.stack, evidence=SAMPLES_MIXED)]
 
 
 def _contradicted(findings: Sequence[Finding], situation: Situation) -> list[Finding]:

@@ -484,7 +484,7 @@ def test_the_line_that_keeps_a_part_from_being_one_is_blamed(found: Any, name: s
 
 def test_what_may_be_intended_in_a_part_is_named_and_not_blamed() -> None:
     reason = verify(TanhFeedForward).reason
-    assert re.search(r"in line \d+ it is a feed forward to .* It may be intended: it is an activation", reason), reason
+    assert re.search(r"on line \d+, it is a feed forward to .* It may be intended: it is an activation", reason), reason
 
 
 class FeedForwardAfterNorm(PaperFeedForward):

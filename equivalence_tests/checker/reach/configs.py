@@ -113,8 +113,9 @@ def switched(instance: Any) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:
     target: Any = type(instance)
     made = TRIED.construction_of(instance)
     for argument, config in (made.kwargs if made else {}).items():
-        read = names_read(target, argument)
-        held = config.answers if isinstance(config, ImitatedConfig) else _settings(config)
+        asked = _switches_asked_for(target, argument)
+        read = names_read(target, argument) | asked.keys()
+        held = asked | (config.answers if isinstance(config, ImitatedConfig) else _settings(config))
         for name in (name for name, value in held.items() if isinstance(value, bool) and name in read):
             other = copy.copy(config)
             _settings(other)[name] = not held[name]
@@ -141,10 +142,8 @@ def names_read(target: Any, argument: str) -> frozenset[str]:
 
     That is ``conf.n_head`` and ``conf["n_embd"]``, and after ``self.c = conf`` also ``self.c.n_head``.
     """
-    read, nodes = set(), nodes_of(target)
-    kept = (pair for node in nodes for pair in assigned_in(node))
-    owners = {getattr(place, "attr", "") for place, x in kept if getattr(x, "id", "") == argument} | {argument}
-    for node in nodes:
+    read, owners = set(), _owners(target, argument)
+    for node in nodes_of(target):
         match node:
             case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name) if owner in owners:
                 read.add(name)
@@ -153,6 +152,29 @@ def names_read(target: Any, argument: str) -> frozenset[str]:
             ) if owner in owners:
                 read.add(name)
     return frozenset(read - METHODS)
+
+
+def _owners(target: Any, argument: str) -> set[str]:
+    """Name an argument of a constructor, and the attributes that keep it."""
+    kept = (pair for node in nodes_of(target) for pair in assigned_in(node))
+    return {getattr(place, "attr", "") for place, x in kept if getattr(x, "id", "") == argument} | {argument}
+
+
+def _switches_asked_for(target: Any, argument: str) -> dict[str, bool]:
+    """Name the Booleans that a config need not have, with their defaults: ``getattr(config, "use_rope", False)``."""
+    asked, owners = {}, _owners(target, argument)
+    for node in nodes_of(target):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[
+                    ast.Name(id=owner) | ast.Attribute(attr=owner),
+                    ast.Constant(value=str(name)),
+                    ast.Constant(value=bool(default)),
+                ],
+            ) if owner in owners:
+                asked[name] = default
+    return asked
 
 
 @functools.lru_cache(maxsize=8)

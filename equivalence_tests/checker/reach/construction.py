@@ -58,6 +58,7 @@ from equivalence_tests.checker.reporting.lines import raised_in, source_of
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 ALTERNATIVES, MOST_BUILDS = 3, 12
+INSIDE = re.compile(r"hid|qk")  # in the names of widths
 LAYER = re.compile(r"(Encoder|Decoder|Transformer)\w*(Layer|Block)$")
 PLAIN = re.compile(r"Full|Dot|Softmax|Vanilla|Standard")  # attentions, in the names of their classes
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
@@ -172,7 +173,7 @@ def inner_widths(target: Any) -> list[str]:
     """
     required = [p.name for p in parameters_of(target) if p.default is p.empty]
     widths = [name for name in required if value_for(name, SIZES[0])[1] == SIZES[0].embed_dim]
-    hidden = [name for name in widths if "hid" in name.lower()]
+    hidden = [name for name in widths if INSIDE.search(name.lower())]
     return hidden if len(hidden) < len(widths) else []
 
 

@@ -374,6 +374,30 @@ class Attention(nn.Module):
             k = self.rotated(k)
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 """
+DECODED = """
+class Attention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.heads, self.use_rope = cfg.n_head, getattr(cfg, "use_rope", False)
+        self.qkv, self.out = nn.Linear(cfg.n_embd, 3 * cfg.n_embd), nn.Linear(cfg.n_embd, cfg.n_embd)
+
+    def rotated(self, x, start):
+        steps = torch.arange(0, x.size(-1), 2) / x.size(-1)
+        angles = torch.outer(torch.arange(start, start + x.size(2)), 10000.0**-steps).repeat(1, 2)
+        first, second = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    def forward(self, x, layer_past=None):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        past = 0 if layer_past is None else layer_past[0].size(2)
+        if self.use_rope:
+            q, k = self.rotated(q, START), self.rotated(k, START)
+        if layer_past is not None:
+            k, v = torch.cat((layer_past[0], k), 2), torch.cat((layer_past[1], v), 2)
+        future = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu(1 + past)
+        scores = (q @ k.mT / math.sqrt(k.size(-1))).masked_fill(future, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+"""
 BY_HAND = """
 class Attention(nn.Module):
     def __init__(self, config):
@@ -412,6 +436,15 @@ def test_a_switch_of_a_config_is_tried_the_other_way_round(tmp_path: Path, confi
     report = verify(f"{file}:Attention")
     assert report.mistakes == (("rotary_queries",) if keys == "k" else ()), str(report)
     assert report.verdict == ("deviates" if keys == "k" else "equal"), str(report)
+
+
+@pytest.mark.parametrize("start", ["past", "0"])
+def test_a_cache_is_decoded_with_each_switch_that_a_config_may_have(tmp_path: Path, start: str) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(HEAD + FIELDS + DECODED.replace("START", start))
+    report = verify(f"{file}:Attention")
+    assert report.verdict == ("equal" if start == "past" else "deviates"), str(report)
+    assert [one.evidence.endswith("built with cfg.use_rope=True") for one in report.findings] == [True] * (start == "0")
 
 
 @pytest.mark.parametrize(("width", "found"), [("k.size(-1)", ()), ("x.size(-1)", ("scale_wrong",))])
