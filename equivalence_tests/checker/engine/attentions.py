@@ -4,7 +4,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.names import Attention, Part, Run
-from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import MISTAKES
 
@@ -30,14 +30,16 @@ def attentions_of(run: Run) -> list[Attention]:
 
 
 def _only_scaled(run: Run, part: Part) -> bool:
-    """Whether the values meet nothing but scaled scores, or another function of them in the place of the softmax."""
+    """Whether the values meet nothing but scaled scores, or a function of them, masked too, in the softmax's place."""
     made = (part.product.operation, *(context.operation for context in part.contexts))
     steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
     bends = [step for step in steps if f"{step.name}_for_softmax" in MISTAKES]
     scales = [step for step in steps if step.name in MULTIPLIES and not (bends and step.index > bends[0].index)]
-    plain = all(step in scales or step in bends or step.name in MOVES | {"dropout"} for step in steps)
+    masks = [step for step in steps if bends and step.name in ADDS | FILLS]
+    plain = all(step in (*scales, *bends, *masks) or step.name in MOVES | {"dropout"} for step in steps)
     linear = not bends and any(operation.name in FEATURES_OF for operation in run.operations)
-    return plain and not linear and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
+    numbers = (slot.value.numel() == 1 for step in steps if step not in masks for slot in step.inputs[1:])
+    return plain and not linear and all(numbers)
 
 
 def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:

@@ -101,6 +101,7 @@ SOFTMAXES = (
         for name, what, formula, code in (
             ("sigmoid", "A sigmoid", "sigmoid(scores)", "scores.sigmoid()"),
             ("relu", "A ReLU", "relu(scores)", "F.relu(scores)"),
+            ("softplus", "A softplus", "softplus(scores)", "F.softplus(scores)"),
             ("log_softmax", "The logarithm of the softmax", "log(softmax(scores))", "F.log_softmax(scores, -1)"),
             ("softmin", "A softmin, which weighs the lowest score most,", "softmax(-scores)", "F.softmin(scores, -1)"),
         )

@@ -113,6 +113,18 @@ def test_an_attention_that_is_meant_to_have_no_softmax_is_not_accused(change: Ch
     assert report.verdict == "unchecked", str(report)
 
 
+@pytest.mark.parametrize("right", ["cross", "causal"])
+def test_a_mask_is_read_where_another_function_stands_in_for_the_softmax(right: str, tmp_path: Path) -> None:
+    report = verify(written(tmp_path, broken(right, ((WEIGHTS, "weights = F.relu(scores)"),))))
+    assert (report.mistakes, report.notes) == (("relu_for_softmax",), []), str(report)
+
+
+@pytest.mark.parametrize("code", ["F.relu(scores).softmax(-1)", "F.relu(scores.softmax(-1) - 0.1)"])
+def test_a_function_beside_the_softmax_is_not_in_its_place(code: str, tmp_path: Path) -> None:
+    report = verify(written(tmp_path, broken("itself", ((WEIGHTS, f"weights = {code}"),))))
+    assert report.mistakes == ("changed_by_relu",), str(report)
+
+
 def test_an_unknown_name_raises() -> None:
     with pytest.raises(KeyError):
         named_mistake("zebra")

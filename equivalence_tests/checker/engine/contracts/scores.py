@@ -136,10 +136,14 @@ class Scores:
         return self._in_its_place() or self._unknown() if model.kind == "other" else None
 
     def _in_its_place(self) -> Departure | None:
-        """Another function in the place of the softmax, as rows of ``mistakes`` name it."""
-        named = ((f"{step.operation.name}_for_softmax", step.operation) for step in self.steps)
-        known = ((name, operation) for name, operation in named if name in MISTAKES)
-        return next((self._put_right(name, "softmax", operation, rescaled=True) for name, operation in known), None)
+        """Another function in the place of the softmax, as rows of ``mistakes`` name it; not beside one."""
+        named = [(f"{step.operation.name}_for_softmax", step.operation) for step in self.steps]
+        known = [(name, operation) for name, operation in named if name in MISTAKES]
+        ours = {operation for _, operation in known}
+        if not known or any(op.name in SOFTMAXES | {"exp", "exp2"} for _, op in named if op not in ours):
+            return None
+        name, operation = known[0]
+        return self._put_right(name, "softmax", operation, rescaled=True)
 
     def _softmax_step(self) -> Operation:
         named = [s.operation for s in self.steps if s.operation.name in SOFTMAXES]
