@@ -1049,6 +1049,31 @@ def test_a_residual_that_is_added_in_place_is_one() -> None:
     assert finding.line.text == "result += self.kept(x, out)"
 
 
+class AddsOnTwoLines(InPlaceLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attn(x, x, x)[0])
+        result = x + self.mlp(x)
+        return self.norm2(self.joined(x, result))
+
+    def joined(self, x: Tensor, result: Tensor) -> Tensor:
+        return x + result
+
+
+class AddsInPlaceOnTwoLines(AddsOnTwoLines):
+    def joined(self, x: Tensor, result: Tensor) -> Tensor:
+        result += x
+        return result
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"), [(AddsOnTwoLines, "return x + result"), (AddsInPlaceOnTwoLines, "result += x")]
+)
+def test_a_residual_that_is_added_once_more_is_named_and_proven_where_that_is_done(layer: Any, line: str) -> None:
+    (finding,) = verify(layer).findings
+    assert (finding.name, finding.line and finding.line.text) == ("residual_added_twice", line)
+    assert finding.proof is not None
+
+
 class OneLengthAttention(nn.Module):
     """Right where queries and keys are as many."""
 

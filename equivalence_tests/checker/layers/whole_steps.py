@@ -240,13 +240,15 @@ class Follower(Parts):
             if slot.value.numel() == slot.value.size(-1) and (name := self._names(slot.tensor)):
                 whole = numbers_in(self.module, name) == slot.value.numel()
                 self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}" * whole)
+        frames = (*operation.frames, *call_of(operation, self.recorder))
         for value in (one, other):
-            self.labels.summed.setdefault(value.only, (*operation.frames, *call_of(operation, self.recorder)))
+            self.labels.summed.setdefault(value.only, frames)
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
             self.sums.say("what is added is in another order", "project")
         largest = max(both, key=lambda x: x.places.numel()).places.expand(operation.outputs[0].value.shape)
         terms = summed(one.terms, other.terms, sign)
+        self.labels.sums.setdefault(terms, frames)
         for label in {*dict(one.terms)} & {*dict(other.terms)} - {*dict(terms)}:
             self.sums.say(f"{self.labels.words(label)} is added and subtracted again", "residual")
         self._give([operation.outputs[0].tensor], Value(terms, largest))

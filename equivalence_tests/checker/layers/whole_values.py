@@ -107,6 +107,7 @@ class Labels:
     streams: set[Terms] = field(default_factory=set)  # sums of what a layer was given and what its sub-layers gave
     users: dict[str, set[str]] = field(default_factory=dict)  # the kinds of what takes a label
     summed: dict[str, Frames] = field(default_factory=dict)  # the lines that first add a label to something
+    sums: dict[Terms, Frames] = field(default_factory=dict)  # the lines that first add up a sum
     projecting: set[str] = field(default_factory=set)  # what stands in for the projections of an attention
 
     def add(self, kind: str, words: str, inputs: Iterable[Value] = (), frames: Frames = ()) -> str:

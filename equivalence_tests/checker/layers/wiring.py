@@ -298,9 +298,9 @@ class _Stream:
             inside = self.putting.given(_one(label), summed(self.now, _one(label)))
             self.wiring.blame("residual_after_norm", end.frames, self.putting.given(used, _one(last)) + inside)
         elif self.contained.get(step.words) and beside == self.now == entered:
-            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), self.putting.given(used, _one(last)))
+            self.wiring.blame("residual_added_twice", self._lines_of(used, last), self.putting.given(used, _one(last)))
         elif any(count > 1 for _, count in beside):
-            self.wiring.blame("residual_added_twice", self._lines_of_sum(last), right())
+            self.wiring.blame("residual_added_twice", self._lines_of(used, last), right())
         elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
             self.wiring.blame("residual_from_normalised", self._lines_of_sum(last), right())
         elif beside not in (self.now, entered):
@@ -314,6 +314,10 @@ class _Stream:
                 return
             apart = self._entering(others[0], summed(self.now, _one(last)))
             self.wiring.blame("sublayers_side_by_side", self._lines_of_sum(label), apart)
+
+    def _lines_of(self, whole: Terms, label: str) -> Frames:
+        """The lines that add up a whole sum, which may begin on other lines."""
+        return self.labels.sums.get(whole) or self._lines_of_sum(label)
 
     def _lines_of_sum(self, label: str) -> Frames:
         """The lines that first add what a part gave to something."""
