@@ -204,7 +204,7 @@ def is_data(x: Tensor) -> bool:
     if not x.is_floating_point() or x.dim() < 2:
         return False
     varied = x[x != 0]
-    return varied.numel() > 1 and float(varied.abs().max()) <= 1e3 and len(varied.unique()) >= 0.5 * varied.numel()
+    return varied.numel() > 1 and float(varied.abs().max()) <= 1e3 and len(varied.unique()) > 0.5 * varied.numel()
 
 
 def _is_leaf(x: Any) -> bool:

@@ -237,6 +237,7 @@ def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], nam
     assert report.verdict == "equal", str(report)
     assert {finding.name for finding in report.intended} == names
     assert report.intended[0].reason.endswith(words)
+    assert not [check for check in report.checks if check.outcome == "failed"], str(report)
 
 
 @pytest.mark.sampled(2)
