@@ -120,8 +120,7 @@ def run(
         components = _names(component) or (WITH_OWN if own else ())
         counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
         done = begun(output, resume)
-        as_preset = preset != "quick" or axes["length"]
-        grids = PRESETS[preset] if as_preset else _fitted(counts[0], devices[0], done)
+        grids = PRESETS[preset] if preset != "quick" or axes["length"] else _fitted(counts[0], devices[0], done)
         cases = cases_of(_chosen_grids(grids, components, axes), counts, devices)
         cases = cases if component or not own else _taking_part(own, cases)
         chosen = (*_chosen_contenders(contender, preset, devices), *own)

@@ -169,10 +169,8 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
             return _not_in_self(owner, name, last)
-        case TypeError() if MISFIT.search(str(error)) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
-            return Fault("what is passed is written out in this line", "Pass what is taken there.")
-        case TypeError() if NO_TENSOR.search(str(error)) and (name := _root_of_a_size(last)):
-            return Fault("a size is a number in every call", f"Use math.{name}.")
+        case TypeError():
+            return _misfit(str(error), last)
         case NotImplementedError() if outside := _forward_outside(error):
             why = "its class has none: this one is outside it"
             return Fault(why, "Indent it as the class's methods are.", outside)
@@ -223,6 +221,14 @@ def _is_tested_mask(last: TracebackType) -> bool:
         x for one in tested[0].body for x in ast.walk(one) if isinstance(x, ast.BinOp | ast.Compare | ast.UnaryOp)
     ]
     return any(getattr(x, "id", "") == name for node in inside for x in ast.iter_child_nodes(node))
+
+
+def _misfit(text: str, last: TracebackType) -> Fault | None:
+    """Say that a call is written out and does not fit, or gives a size where torch takes a tensor."""
+    if MISFIT.search(text) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
+        return Fault("what is passed is written out in this line", "Pass what is taken there.")
+    name = _root_of_a_size(last) if NO_TENSOR.search(text) else ""
+    return Fault("a size is a number in every call", f"Use math.{name}.") if name else None
 
 
 def _failing_call(last: TracebackType) -> ast.Call | None:
