@@ -1,6 +1,7 @@
 """Judge every kernel in every situation that a request names."""
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
@@ -119,6 +120,7 @@ def _how_it_ended(child: BaseProcess) -> str:
 
 
 def _send_cells(sender: Connection, request: Request, start: int) -> None:
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # the first backward of each process makes it so
     try:
         work = _work(request, kernels_for(request)[0], listed_situations(request.quick))
         for cell in _cells(request, work, start):

@@ -22,6 +22,8 @@ NAMES: Mapping[str, str] = {
     "unused": "never_used|without_effect",
     "heads": "heads",
     "residual": "residual",
+    "shared_norm": "norm_shared",
+    "shared_attention": "attention_shared",
     "parallel": "side_by_side",
     "operand": "(?<!values_)norm",
     "values": "value",

@@ -200,3 +200,47 @@ def test_other_series_are_not_passed_over(old: str, new: str, tmp_path: Path) ->
     assert old in SERIES
     (tmp_path / "theirs.py").write_text(SERIES.replace(old, new), encoding="utf-8")
     assert verify(f"{tmp_path / 'theirs.py'}:Model").verdict in ("deviates", "unchecked")
+
+
+ANNOTATED = """
+
+class Norm(nn.Module):
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.gain, self.bias, self.eps = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim)), eps
+
+    def forward(self, x):
+        return self.gain * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
+
+"""
+OF_ANNOTATED = TEXT.replace("\n\nclass Block", ANNOTATED + "\nclass Block")
+OF_ANNOTATED = OF_ANNOTATED.replace(
+    "Heads(dim, heads)", "Heads(dim, heads)\n        self.norm1, self.norm2 = Norm(dim), Norm(dim)"
+)
+OF_ANNOTATED = OF_ANNOTATED.replace("h = norm(x)", "h = self.norm1(x)").replace("(norm(x))", "(self.norm2(x))")
+
+
+def test_what_some_model_does_on_purpose_hides_nothing_else(tmp_path: Path) -> None:
+    said = report_on(OF_ANNOTATED, "Block", tmp_path)
+    assert said.startswith("deviates")
+    assert "The Annotated Transformer does so" in said
+    assert "Note: apart from that, it is equal to torch" in said
+    said = report_on(OF_ANNOTATED.replace("self.down(", "0.7 * self.down("), "Block", tmp_path)
+    assert said.startswith("deviates")
+    assert "The Annotated Transformer does so" in said
+    assert "Note: apart from that: Nothing says whether this is intended: down times 0.7" in said
+    assert "it is equal to torch" not in said
+
+
+SHARED = MODULES.replace("(norm(x))", "(self.norm(x))")
+
+
+def test_a_shared_norm_that_is_intended_excuses_nothing_else(tmp_path: Path) -> None:
+    intended = {"norm_shared": "as it was published"}
+    for text, verdict in ((SHARED, "equal"), (SHARED.replace("self.down(", "0.7 * self.down("), "unchecked")):
+        (tmp_path / f"{verdict}.py").write_text(text, encoding="utf-8")
+        report = verify(f"{tmp_path / verdict}.py:Block", intended=intended)
+        assert report.verdict == verdict, report
+        assert [one.name for one in report.intended] == ["norm_shared"]
+        assert report.equivalent is not None
+        assert report.equivalent.agrees

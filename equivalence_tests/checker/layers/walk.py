@@ -63,7 +63,7 @@ class Walk:
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
         """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
         owners = [type(module).__name__ for module in modules_around(self.module, place)]
-        reasons = {mistake: named_mistake(mistake).as_named(owners) for mistake in mistakes}
+        reasons = {one: self.intended.get(one) or named_mistake(one).as_named(owners) for one in mistakes}
         wrong = [mistake for mistake in mistakes if not reasons[mistake]]
         self.report.checks.append(CheckResult(name, "failed" if wrong else "passed", ", ".join(wrong)))
         for mistake, frames in mistakes.items():

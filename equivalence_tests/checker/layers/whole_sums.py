@@ -27,6 +27,7 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines
 ROLES = "queries", "keys", "values"
 GIVEN = ("given", "embedding", "table", "positions", "added")
 SHORTCUT = re.compile("shortcut|skip", re.IGNORECASE)
+SHARED = {"layer_norm": "shared_norm", "attention": "shared_attention"}  # the stages of what is used again
 EXEMPT = (*GIVEN, "activation", "product", "piece", "pool", "softmax", "tokens")
 
 
@@ -244,7 +245,8 @@ class Sums:
             owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
             elsewhere = len(owner) * ("table" in kinds)
             if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or kinds.count("table") + elsewhere > 1:
-                self.say(f"{path} is used {len(labels) + elsewhere} times, with different inputs", "residual")
+                stage = SHARED.get(kinds[0], "residual")
+                self.say(f"{path} is used {len(labels) + elsewhere} times, with different inputs", stage)
         for label, made in self.labels.of_kind("layer_norm"):
             stays = self.labels.users.get(label, set()) - {"attention", "feed_forward", "linear", "conditioned"}
             if stays and all(self.labels.made[x].kind in GIVEN for x, _ in made.inputs[0].terms):

@@ -254,7 +254,9 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     if not found.agrees:
         differs(report, whole.worst)
         return False
-    if not explained(report, whole.evidence(report), whole.intended):
+    evidence = whole.evidence(report)
+    report.equivalent = replace(found, steps=tuple((step.words, said) for step, said in evidence.items()))
+    if not explained(report, evidence, whole.intended):
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
