@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.running import Call, in_dtype
+from equivalence_tests.checker.engine.running import Call, in_dtype, inputs_of
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.locating_in_call import locate_in_call
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.walk import mark_of
@@ -60,9 +61,9 @@ def _judged(
     """Judge the attentions of a call that runs, those in TorchScript by what comes back; else a part that it may be."""
     module = getattr(ready, "__self__", None)  # of a method
     module = module if isinstance(module, nn.Module) else None
-    alike = dict[Any, Report | None]()
-    found = diagnose_call(Call(ready, args, kwargs, module), name=name, intended=dict(intended))
-    found = [_called_otherwise(report, module or ready, intended, alike) for report in found]
+    alike, call = dict[Any, Report | None](), Call(ready, args, kwargs, module)
+    found = diagnose_call(call, name=name, intended=dict(intended))
+    found = [_looked_at_closely(report, call, intended, alike) for report in found]
     scripted = dict(_scripted(module or ready))
     compared = list(_compared(scripted, name, intended))
     found += [report for report in compared if report.verdict == "partial"] if found else compared
@@ -77,24 +78,38 @@ def _judged(
     return found
 
 
-def _called_otherwise(
-    report: Report, owner: Any, intended: Mapping[str, str], alike: dict[Any, Report | None]
+def _looked_at_closely(
+    report: Report, call: Call, intended: Mapping[str, str], alike: dict[Any, Report | None]
 ) -> Report:
-    """Where one call does not say what is wrong, call what holds the attention in other ways; of parts alike, one.
+    """Where one call does not say what is wrong, look closely at what holds the attention; of parts alike, at one.
 
-    What is no more than seen there, as that a mask is ignored, says nothing of this call.
+    It is run without one of its expressions, and called in other ways too. What is no more than seen there, as that a
+    mask is ignored, says nothing of this call.
     """
+    owner = call.module or call.function
     around = [report.place, report.place.rpartition(".")[0]] if isinstance(owner, nn.Module) else [""]
     was_read = bool(report.conventions)  # else what was handed over holds NaN
     for path in dict.fromkeys(around) if report.verdict == "unchecked" and was_read else ():
-        part = owner.get_submodule(path) if path else owner
+        part = owner.get_submodule(path) if isinstance(owner, nn.Module) and path else owner
         mark = mark_of(part) if isinstance(part, nn.Module) else part
         if mark not in alike:
-            alike[mark] = _in_other_calls(part, report.target, intended) if _is_an_attention(part) else None
+            alike[mark] = _closer(report, call, path, part, intended) if _is_an_attention(part) else None
         other = alike[mark]
-        if other is not None and any(one.proof is not None and one.proof.holds for one in other.findings):
+        if other is not None:
             return replace(other, place=report.place)
     return report
+
+
+def _closer(report: Report, call: Call, path: str, part: Any, intended: Mapping[str, str]) -> Report | None:
+    """Give a report with a proof on what holds an attention; None where there is none."""
+    calls = inputs_of({path: part}, call.returned) if isinstance(part, nn.Module) else []
+    for _, args, kwargs in calls[:1]:
+        locate_in_call(own := replace(report), Call(part, args, kwargs), intended)
+        if own.findings:
+            return own
+    other = _in_other_calls(part, report.target, intended)
+    proven = other is not None and any(one.proof is not None and one.proof.holds for one in other.findings)
+    return other if proven else None
 
 
 def _is_an_attention(part: Any) -> bool:

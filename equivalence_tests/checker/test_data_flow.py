@@ -369,3 +369,128 @@ def test_tokens_of_which_most_are_padding_are_tokens() -> None:
     other = Call(nn.Identity(), (tokens,)).redrawn(1).args[0]
     assert torch.equal(other == 0, tokens == 0)
     assert not torch.equal(other, tokens)
+
+
+class TurnedByWhatIsHandedOver(nn.Module):
+    """Right: queries and keys are rotated by angles that its model hands over, and grouped; softmax in float32."""
+
+    def __init__(self, dim: int = 16, heads: int = 2, key_heads: int = 1) -> None:
+        super().__init__()
+        self.heads, self.key_heads, head = heads, key_heads, dim // heads
+        self.q_proj, self.o_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.k_proj, self.v_proj = nn.Linear(dim, key_heads * head), nn.Linear(dim, key_heads * head)
+        self.q_norm, self.k_norm = self.norms(head)
+
+    def norms(self, width: int) -> tuple[nn.Module, nn.Module]:
+        return nn.Identity(), nn.Identity()
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        quarter_q, quarter_k = (torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) for x in (q, k))
+        turned_q = q * cos + quarter_q * sin
+        turned_k = k * cos + quarter_k * sin
+        return turned_q, turned_k
+
+    def forward(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        assert turns is not None
+        q, k, v = (
+            made(hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for made, heads in ((self.q_proj, self.heads), (self.k_proj, self.key_heads), (self.v_proj, self.key_heads))
+        )
+        return self.o_proj(self.merged(self.attended(*self.turned(self.q_norm(q), self.k_norm(k), *turns), v)))
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (x.repeat_interleave(self.heads // self.key_heads, 1) for x in (key, value))
+        scores = query @ key.mT / query.size(-1) ** 0.5
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+    def merged(self, heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(2)
+
+
+class RolledOnceMerged(TurnedByWhatIsHandedOver):
+    """Wrong: what is merged is rolled."""
+
+    def merged(self, heads: Tensor) -> Tensor:
+        return super().merged(heads).roll(1, 1)
+
+
+class SwappedOnceTurned(TurnedByWhatIsHandedOver):
+    """Wrong: keys and values are handed over in the wrong order."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attended(query, value, key)
+
+
+class TurnedBySinesTooLarge(TurnedByWhatIsHandedOver):
+    """Wrong: a factor that is none of the queries, nor of the keys."""
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().turned(q, k, cos, sin * 1.3)
+
+
+class MergedWithoutTransposing(TurnedByWhatIsHandedOver):
+    """Wrong: as many samples as heads, so that the sizes of the axes do not say which is which."""
+
+    def norms(self, width: int) -> tuple[nn.Module, nn.Module]:
+        return nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def merged(self, heads: Tensor) -> Tensor:
+        return heads.reshape(len(heads), heads.size(2), -1)
+
+
+class TwiceAsLarge(TurnedByWhatIsHandedOver):
+    """Nothing says whether it is right: a constant factor."""
+
+    def forward(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return super().forward(hidden_states, turns) * 2
+
+
+class BiasedByWhatIsHandedOver(TurnedByWhatIsHandedOver):
+    """Wrong: heads are merged without a transpose; what its model hands over is added to the scores."""
+
+    def __init__(self) -> None:
+        super().__init__(key_heads=2)
+
+    def forward(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        assert turns is not None
+        made = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in made)
+        bias = turns[0] @ turns[1].mT
+        scores = q @ k.mT / q.size(-1) ** 0.5 + bias
+        merged = scores.softmax(-1) @ v
+        return self.o_proj(merged.reshape(len(merged), merged.size(2), -1))
+
+
+def with_turns(kind: type[TurnedByWhatIsHandedOver]) -> Report:
+    """Check an attention in a call that only its model can make."""
+    angles = torch.outer(torch.arange(5.0), 10000 ** -(torch.arange(4.0) / 4)).repeat(1, 2)
+    (report,) = verify(kind(), (torch.randn(2, 5, 16), (angles.cos(), angles.sin())))
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake", "line"),
+    [
+        (RolledOnceMerged, "changed_by_roll", ".roll(1, 1)"),
+        (SwappedOnceTurned, "key_value_swapped", "made(hidden_states)"),
+        (TurnedBySinesTooLarge, "query_changed_by_mul", "sin * 1.3"),
+        (MergedWithoutTransposing, "heads_merged_without_transpose", "heads.reshape("),
+        (BiasedByWhatIsHandedOver, "heads_merged_without_transpose", "merged.reshape("),
+    ],
+)
+def test_a_mistake_in_a_call_that_only_its_model_can_make_is_proven(
+    kind: type[TurnedByWhatIsHandedOver], mistake: str, line: str
+) -> None:
+    report = with_turns(kind)
+    assert report.mistakes == (mistake,), str(report)
+    (finding,) = report.findings
+    assert finding.proof is not None
+    assert finding.proof.holds
+    assert finding.line is not None
+    assert line in finding.line.text
+
+
+def test_what_may_be_intended_in_such_a_call_is_not_held_against_it() -> None:
+    assert with_turns(TurnedByWhatIsHandedOver).verdict == "equal"
+    report = with_turns(TwiceAsLarge)
+    assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)

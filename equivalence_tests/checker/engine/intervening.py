@@ -10,11 +10,11 @@ from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import distance
+from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, SINGLE, distance
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import Proof
+from equivalence_tests.checker.reporting.findings import ROUNDING, Proof
 
 INPUTS = 20
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
@@ -28,8 +28,8 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
     if unread or returned is None or not any(departure.patches for departure in departures):
         return [None] * len(departures)
     count = INPUTS if len(found.run.operations) < MANY else 2
-    biased = any(departure.stage == "bias" and departure.patches for departure in departures)
-    right = {**_all(departures), **reference(judgement, biased)}
+    rounding = FLOAT32_INSIDE if _is_single(judgement) else ROUNDING
+    right = {**_all(departures), **reference(judgement, _is_biased(judgement, departures))}
     errors, without = 0.0, [0.0] * len(departures)
     for seed in range(1, count + 1):
         want = _output(found.call, right, seed)
@@ -37,7 +37,23 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
         for i in (i for i, departure in enumerate(departures) if departure.patches):
             left = _all(departures[:i] + departures[i + 1 :])
             without[i] = max(without[i], distance(_output(found.call, left, seed), want))
-    return [Proof(errors, alone, count) if d.patches else None for d, alone in zip(departures, without, strict=True)]
+    pairs = zip(departures, without, strict=True)
+    return [Proof(errors, alone, count, rounding) if one.patches else None for one, alone in pairs]
+
+
+def _is_single(judgement: Judgement) -> bool:
+    """Whether a part is computed in float32."""
+    operands = any(operand.single for own in judgement.operands for operand in own)
+    return operands or any(model.single for model in judgement.models)
+
+
+def _is_biased(judgement: Judgement, departures: list[Departure]) -> bool:
+    """Whether something is added to the scores that is put right, or that is right, as no mask is at fault."""
+    if any(departure.stage == "bias" and departure.patches for departure in departures):
+        return True
+    added = (model.bias[model.live & ~model.hidden] for model in judgement.models)
+    is_right = not any(departure.stage in ("mask", "bias") for departure in departures)
+    return is_right and any(bool((bias.abs() > SINGLE).any()) for bias in added)
 
 
 def _all(departures: list[Departure]) -> dict[int, Patch]:

@@ -79,6 +79,7 @@ class Repair:
     parts: tuple[Operation, ...] = ()  # those operations, and the last
     own: tuple[str, ...] = ()  # the names of parameters, buffers and arguments that nothing else takes
     mistake: str = ""  # what it is a mistake not to leave out; "" for an expression that torch's formula does not have
+    certain: bool = False  # whether names say that it is a mistake, so that nothing can be said for it
 
     @property
     def written(self) -> tuple[str, str]:

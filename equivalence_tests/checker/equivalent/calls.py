@@ -68,11 +68,7 @@ def diagnose_call(
 
 def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended: dict[str, str]) -> Report:
     judgement = found.judgements[place]
-    if len(found.judgements) == 1:  # of several, none says which weights are its own
-        found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
-        found.departures[place] += idle_departures(judgement.attention, found.call.function)
-    if any(departure.mistake.roles for departure in found.departures[place]):  # rotations of other roles follow
-        found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
+    add_departures_of_weights(found, place)
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     conclude(report, found, place, found.departures[place], intended, proofs)
     report.coverage = list(Evidence(judgement, found.call.module).not_judged())
@@ -81,6 +77,16 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended
     report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
     return report
+
+
+def add_departures_of_weights(found: Examination, place: int) -> None:
+    """Add what only the module that is called shows to what departs in one of its attentions."""
+    judgement = found.judgements[place]
+    if len(found.judgements) == 1:  # of several, none says which weights are its own
+        found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
+        found.departures[place] += idle_departures(judgement.attention, found.call.function)
+    if any(departure.mistake.roles for departure in found.departures[place]):  # rotations of other roles follow
+        found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
 
 
 def conclude(

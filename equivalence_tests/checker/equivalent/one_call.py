@@ -35,23 +35,28 @@ WHOLE = "the whole, beside torch's own program"
 def hold_call(report: Report, found: Examination, judgement: Judgement, intended: Mapping[str, str]) -> None:
     """Hold the verdict on an attention in a call against torch's own program; where none can be made, say why."""
     try:
-        holding = _holding(*_apart(found, judgement))
+        holding = holding_of(*apart(found, judgement))
     except UnreadError as error:
         report.coverage.append(Exercise(WHOLE, False, f"not compared: {error}"))
         unread(report, str(error))
         return
     decide(report, holding, intended)
+    report.equivalent = unwritten(holding, report)
+
+
+def unwritten(holding: Holding, report: Report) -> Equivalent:
+    """Say how a program compares that has no text."""
     why = "only a class or function can be written down, and this is one call"  # which gives no signature
-    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), holding.described(report.intended)))
+    return holding.comparison.of(Equivalent("", why, "", (), holding.described(report.intended)))
 
 
 def show_by_program(report: Report, found: Examination, judgement: Judgement) -> None:
     """Show what nothing proves by the program of an attention in a call, where that gives the same numbers."""
     with contextlib.suppress(UnreadError):
-        apart, layout = _apart(found, judgement)
-        holding = _holding(apart, layout)
+        alone, layout = apart(found, judgement)
+        holding = holding_of(alone, layout)
         if holding.agrees:
-            report.findings = [_shown(one, apart.call, layout, holding) for one in report.findings]
+            report.findings = [_shown(one, alone.call, layout, holding) for one in report.findings]
 
 
 def _shown(finding: Finding, call: Call, layout: Layout, holding: Holding) -> Finding:
@@ -60,11 +65,11 @@ def _shown(finding: Finding, call: Call, layout: Layout, holding: Holding) -> Fi
         return finding
     plain = holding.program.without(steps[0].stage)
     with kept_parameters(call.module):
-        apart = compare(lambda _: plain, _cases(call, plain), layout, holding.comparison.tolerance)
-    return shown_as_step(finding, steps, apart.worst.size)
+        compared = compare(lambda _: plain, _cases(call, plain), layout, holding.comparison.tolerance)
+    return shown_as_step(finding, steps, compared.worst.size)
 
 
-def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layout]:
+def apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layout]:
     """Call the sub-module that holds an attention with its projections again, on a copy of it."""
     call, inside = found.call, _call_around(found, judgement)
     if inside is not None and (inside.path or not _is_own(call)):
@@ -77,16 +82,16 @@ def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layou
         call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
         return _examined(call), Layout(_features_last, _features_last, first_output)
     named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
-    apart = found if named_alike and len(found.judgements) == 1 else _examined(call)
-    if _holds_samples_first(apart.judgements[0], call, _samples_first):
-        return apart, Layout(_samples_first, _samples_first, first_output)
+    alone = found if named_alike and len(found.judgements) == 1 else _examined(call)
+    if _holds_samples_first(alone.judgements[0], call, _samples_first):
+        return alone, Layout(_samples_first, _samples_first, first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
-    apart = _examined(call)
-    if not _holds_samples_first(apart.judgements[0], call, _exchanged):
+    alone = _examined(call)
+    if not _holds_samples_first(alone.judgements[0], call, _exchanged):
         raise UnreadError("neither its first axis nor its second holds the samples")
-    return apart, Layout(_exchanged, _exchanged, first_output)
+    return alone, Layout(_exchanged, _exchanged, first_output)
 
 
 def _examined(call: Call) -> Examination:
@@ -159,7 +164,8 @@ def _holds_samples_first(judgement: Judgement, call: Call, laid: Callable[[Tenso
     return bool(lengths) and bool((tokens // lengths[0] == tokens[0] // lengths[0]).all())
 
 
-def _holding(found: Examination, layout: Layout) -> Holding:
+def holding_of(found: Examination, layout: Layout) -> Holding:
+    """Read the program of the one attention of a call, and compare it."""
     call = found.call
     with kept_parameters(call.module):
         program, tolerance = read(found, layout)
@@ -182,11 +188,16 @@ def _cut_by(call: Call, program: Program) -> str:
 def _cases(call: Call, program: Program) -> Iterator[Case]:
     """Other tokens in the place of those that are projected, and other parameters."""
     used = {x.name for x in of_kind(Given, program.output.around, *(one.tokens for _, one in program.roles))}
-    tokens = {id(x): x for name, x in call.tensors if name in used}
+    tokens = [x for name, x in call.tensors if name in used]
     for seed, words in ((7, "fresh inputs"), (8, "parameters drawn anew")):
-        generator = torch.Generator().manual_seed(seed)
-        drawn = {key: torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in tokens.items()}
-        args, kwargs, _ = call.fresh(leaves=drawn)
-        other = Call(call.function, args, kwargs, call.module)
-        other.seeds = {id(x): numbered(x.shape) for name, x in other.tensors if name in used}
-        yield Case(other, None, words, seed)
+        yield Case(redrawn(call, tokens, seed), None, words, seed)
+
+
+def redrawn(call: Call, tokens: Sequence[Tensor], seed: int) -> Call:
+    """The same call with other numbers for some of its arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    distinct = {id(x): x for x in tokens}
+    drawn = {key: torch.randn(x.shape, generator=generator, dtype=x.dtype) for key, x in distinct.items()}
+    args, kwargs, replaced = call.fresh(leaves=drawn)
+    seeds = {id(replaced[key]): numbered(x.shape) for key, x in drawn.items()}
+    return Call(call.function, args, kwargs, call.module, seeds)

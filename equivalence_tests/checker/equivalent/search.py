@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.engine.taking_part import unused_parameters
 from equivalence_tests.checker.equivalent.comparing import difference_of
-from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.doubting import FACTOR, Doubt
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart
@@ -26,6 +26,7 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
+OF_A_PART = ("query_changed_by_mul", "key_changed_by_mul")  # a factor of all of a query or key is named as a scale
 MOST_TRIED, MOST_OPERATIONS = 40, 600
 
 
@@ -48,6 +49,7 @@ class Search:
     words: tuple[str, str] = ("torch's attention", "torch's")  # what it is no part of, and what the code is without it
     within: bool = False  # whether attentions are parts of it: any expression may then stand behind one
     fixed: Collection[int] = ()  # the ids of the modules whose expressions stay
+    first: Sequence[Repair] = ()  # what else may put it right, and is tried first
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -65,14 +67,21 @@ class Search:
             found = ask(partial(rest, repair)).value
             proof = None if found is None else self._proof(repair, found)
             if found is not None and proof is not None:
-                doubt = intended.get(name_of(repair), "") or found.doubt
-                doubt = doubt or Doubt(watched, repair, Parameters.of(self.module).module, self.within).said()
+                doubt = intended.get(name_of(repair), "") or self._doubt(report, watched, repair, found)
                 known += [(repair, found, proof, doubt)] if doubt or not known else []
-                if doubt:  # of two ways to make it torch's, one may be intended
+                if doubt or repair.certain:  # of two ways to make it torch's, one may be intended
                     break
         if known:
             self._say(report, *known[-1])
         return bool(known)
+
+    def _doubt(self, report: Report, watched: Without, repair: Repair, rest: Rest) -> str:
+        """Say why an expression may be intended; "" where nothing says so."""
+        if repair.certain:
+            return ""
+        doubt = rest.doubt or Doubt(watched, repair, Parameters.of(self.module).module, self.within).said()
+        of_a_part = any(one.name in OF_A_PART for one in report.suspected) and doubt == FACTOR
+        return "" if of_a_part else doubt
 
     def _repairs(self, known: Sequence[tuple[Repair, Rest, Proof, str]]) -> Iterator[tuple[Repair, Without]]:
         """Give the expressions without which something else of the same shape comes back, with the run.
@@ -87,7 +96,7 @@ class Search:
         if before is None or len(watched.operations) > MOST_OPERATIONS:
             return
         ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
-        for one in sorted(ours, key=lambda x: len(x.parts)) if self.within else ours:
+        for one in itertools.chain(self.first, sorted(ours, key=lambda x: len(x.parts)) if self.within else ours):
             follows = not known or one.keeps_operand_of(known[0][0].operation)
             if follows and ABOVE_ROUNDING < _apart(before, self._gives(call, one)) < math.inf:
                 yield one, watched
@@ -184,9 +193,9 @@ def _apart(want: Tensor, found: Tensor | None) -> float:
 
 
 def _finding(repair: Repair, whole: str, torchs: str) -> Finding:
-    name, (said, kept) = name_of(repair), repair.written
     if repair.mistake:
         return found_mistake(repair.mistake)
+    name, (said, kept) = name_of(repair), repair.written
     without = f"with {kept} in its place" if kept else "without it"
     fix = f"Write {kept} instead" if kept else "Remove it"
     fix += ", and remove the other cut on this line" if len(repair.left_out) > 1 else ""

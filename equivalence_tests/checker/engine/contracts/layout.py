@@ -128,13 +128,19 @@ def laid_elsewhere(
 
 
 def _as_axes_say(codes: Tensor, lead: torch.Size) -> Tensor | None:
-    """Names as they should lie: tokens in the axes of their sizes, features in order; None where sizes do not tell."""
+    """Names as they should lie: tokens in the axes of their sizes, features in order; None where sizes do not tell.
+
+    Of several axes that may hold the samples, it is the first, as in what is projected.
+    """
     tokens, features = token_of(codes).unique(), feature_of(codes).unique()
     whole = len(tokens) == lead.numel() and len(tokens) * len(features) == codes.numel()
-    axes = [[i for i, size in enumerate(codes.shape) if size == n] for n in lead]
-    if len(lead) != 2 or len(set(lead)) < 2 or any(len(found) != 1 for found in axes) or not whole:
+    if len(lead) != 2 or lead[0] not in codes.shape or not whole:
         return None
-    first, second = axes[0][0], axes[1][0]
+    first = codes.shape.index(lead[0])
+    others = [i for i, size in enumerate(codes.shape) if size == lead[1] and i != first]
+    if len(others) != 1:
+        return None
+    second = others[0]
     order = [first, second, *(i for i in range(codes.dim()) if i not in (first, second))]
     inner = [codes.size(axis) for axis in order[2:]]
     plain = coded(sources_in(codes)[0], tokens.view(*lead, 1), features).expand(*lead, -1).reshape(*lead, *inner)

@@ -116,7 +116,7 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     run = attention.run
     context = attention.parts[0].contexts[0].operation
     reshaping = shuffling(run, numbers, context.index, consumer.index, reshaped=True)
-    queries = run.names.sources[int(source_of(attention.parts[0].product.left).max())]
-    departure = laid_elsewhere(attention, numbers[0], queries, MERGED, reshaping or consumer)
+    queries = _projection(attention) or run.names.sources[int(source_of(attention.parts[0].product.left).max())]
+    departure = laid_elsewhere(attention, numbers[0], queries, MERGED, consumer)
     carried = [operation for operation, _, _ in run.names.carrying(numbers, context.index, consumer.index)]
     return departure or Departure(MERGED, "merge", reshaping or [consumer, *carried][-1], blocks=True)
