@@ -18,11 +18,11 @@ from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, Wri
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.walk import mark_of
 from equivalence_tests.checker.parts.checking import examine_part
-from equivalence_tests.checker.parts.kinds import guess_kind, is_attention_alone, is_torchs
+from equivalence_tests.checker.parts.kinds import guess_kind, is_attention_alone, is_torchs, kind_of
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import PARTS
+from equivalence_tests.checker.reporting.findings import PARTS, Finding
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
@@ -107,9 +107,22 @@ def _closer(report: Report, call: Call, path: str, part: Any, intended: Mapping[
         locate_in_call(own := replace(report), Call(part, args, kwargs), intended)
         if own.findings:
             return own
+    norms = list(_norms_of(report, part, intended)) if isinstance(part, nn.Module) else []
+    if norms:
+        return replace(report, verdict="deviates", reason="", findings=norms, suspected=[])
     other = _in_other_calls(part, report.target, intended)
     proven = other is not None and any(one.proof is not None and one.proof.holds for one in other.findings)
     return other if proven else None
+
+
+def _norms_of(report: Report, part: nn.Module, intended: Mapping[str, str]) -> Iterator[Finding]:
+    """What is wrong with the norms inside of an attention, where one of them seems not to normalise."""
+    suspected = any(one.name == "norm_leaves_different_sizes" for one in report.suspected)
+    norms = {path: x for path, x in part.named_modules() if kind_of(path, x) == "layer_norm" and not is_torchs(x)}
+    for path, norm in norms.items() if suspected else ():
+        with contextlib.suppress(CannotCheckError):
+            found = examine_part(norm, report.target, "layer_norm", Adapter(intended=intended), where=path)
+            yield from (one for one in found.findings if found.verdict == "deviates" and one.is_proven)
 
 
 def _is_an_attention(part: Any) -> bool:

@@ -438,6 +438,24 @@ class MergedWithoutTransposing(TurnedByWhatIsHandedOver):
         return heads.reshape(len(heads), heads.size(2), -1)
 
 
+class RMSNormOverTokens(nn.Module):
+    """Wrong: the mean is taken over the tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6))
+
+
+class AttentionNormedOverTokens(TurnedByWhatIsHandedOver):
+    """Wrong: its norms are."""
+
+    def norms(self, width: int) -> tuple[nn.Module, nn.Module]:
+        return RMSNormOverTokens(width), RMSNormOverTokens(width)
+
+
 class TwiceAsLarge(TurnedByWhatIsHandedOver):
     """Nothing says whether it is right: a constant factor."""
 
@@ -488,6 +506,12 @@ def test_a_mistake_in_a_call_that_only_its_model_can_make_is_proven(
     assert finding.proof.holds
     assert finding.line is not None
     assert line in finding.line.text
+
+
+def test_a_norm_in_it_that_seems_not_to_normalise_is_checked_by_itself() -> None:
+    report = with_turns(AttentionNormedOverTokens)
+    assert set(report.mistakes) == {"norm_wrong_axes"}, str(report)
+    assert {finding.where for finding in report.findings} == {"q_norm", "k_norm"}
 
 
 def test_what_may_be_intended_in_such_a_call_is_not_held_against_it() -> None:
