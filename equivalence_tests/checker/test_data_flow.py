@@ -407,6 +407,17 @@ class TurnedByWhatIsHandedOver(nn.Module):
         return heads.transpose(1, 2).flatten(2)
 
 
+class TurnedByMatricesOfWhatIsHandedOver(TurnedByWhatIsHandedOver):
+    """Right: neighbours are rotated together, each pair by a small matrix."""
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (x.chunk(2, -1)[0] for x in (cos, sin))
+        matrices = torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
+        turned_q = (q.unflatten(-1, (-1, 1, 2)) * matrices).sum(-1).flatten(-2)
+        turned_k = (k.unflatten(-1, (-1, 1, 2)) * matrices).sum(-1).flatten(-2)
+        return turned_q, turned_k
+
+
 class RolledOnceMerged(TurnedByWhatIsHandedOver):
     """Wrong: what is merged is rolled."""
 
@@ -515,6 +526,7 @@ def test_a_norm_in_it_that_seems_not_to_normalise_is_checked_by_itself() -> None
 
 
 def test_what_may_be_intended_in_such_a_call_is_not_held_against_it() -> None:
-    assert with_turns(TurnedByWhatIsHandedOver).verdict == "equal"
+    for kind in (TurnedByWhatIsHandedOver, TurnedByMatricesOfWhatIsHandedOver):
+        assert with_turns(kind).verdict == "equal"
     report = with_turns(TwiceAsLarge)
     assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)

@@ -314,7 +314,9 @@ def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | No
     letters = ascii_letters[: x.dim()]
     own = [_not_repeated(slot.tensor, x.shape, letters) for slot in last.inputs]
     repeated = all(letters[axis] in one for one in own) and own != [letters] * 2
-    if not repeated or not torch.equal(x, last.outputs[0].value):
+    alone = [x.size(letters.index(letter)) for letter in set(own[0]) ^ set(own[1])]
+    by_pairs = x.size(axis) == 2 and 2 in alone  # pairs are rotated by small matrices
+    if not repeated or by_pairs or not torch.equal(x, last.outputs[0].value):
         return None
     shapes = ([x.size(letters.index(letter)) for letter in one] for one in own)
     pairs = zip(last.inputs, shapes, strict=True)
