@@ -163,7 +163,7 @@ class DividesByTheWidth(TakesAnEncoding):
 @pytest.mark.thorough
 def test_an_encoding_that_is_an_argument_is_handed_over() -> None:
     assert verify(TakesAnEncoding).verdict != "deviates"
-    (finding,) = verify(DividesByTheWidth).suspected
+    (finding,) = verify(DividesByTheWidth).findings
     assert finding.sentence.startswith("The scores are divided by sqrt(embed_dim)")
 
 
