@@ -152,7 +152,7 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
     for axis in (-1, -2) if out.dim() > 1 else ():
         if _is_normal(out, axis) and not _is_normal(instead, axis):
             return "it normalises"
-    turned = bool((out < 0).any()) and torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=1e-9)
+    turned = bool((out < 0).any()) and torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=ALIKE)
     moved = torch.allclose(out.flatten().sort().values, instead.flatten().sort().values)
     return "it rotates" if turned and not moved and not torch.allclose(out.abs(), instead.abs()) else ""
 

@@ -101,6 +101,7 @@ ROTATED = torch.cat(
         (X.masked_fill(X > 1, -torch.inf), "it hides keys"),
         (X / X.norm(dim=-1, keepdim=True), "it normalises"),
         (ROTATED, "it rotates"),
+        (ROTATED * (1 + 1e-7 * X.sign()), "it rotates"),  # by angles in float32
         (X.roll(1, -1), ""),
         (X.flip(1), ""),
         (X * torch.tensor([1.0, 1, 1, 1, 1, 0]), ""),
