@@ -266,9 +266,11 @@ def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
 
 def _kind_of_parts(module: nn.Module) -> str:
     named = guess_kind(module)  # a factory says less than what it makes
-    kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
+    every = [kind_of(path, child) for path, child in module.named_modules() if path]
+    kinds, embeds = {*every}, any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
     around = {"feed_forward"} if named == "attention" else {"layer_norm", "feed_forward"}  # one may norm inside
-    if kinds & {"attention", "layers"} and kinds & around:
+    is_model = not named and embeds and every.count("attention") > 1
+    if kinds & {"attention", "layers"} and (kinds & around or is_model):
         return "layers"
     if named:
         return named

@@ -219,13 +219,16 @@ class _Reader:
         return self._outputs[asked]
 
     def _reached(self, name: str, form: MaskForm) -> list[Site]:
-        """The attentions in which the token that is hidden has weight without the mask, and none with it."""
+        """The attentions in which the token that is hidden has weight without the mask, and only its own with it."""
         given, place = self._given(name, form, self.run.source, HIDDEN), _place(form) % self.run.source.size(1)
         seen = self.seen(given, self.run.source, self.run.target)
-        before, after = (
-            {site for site, pairs in one.items() if any(key == place for _, key in pairs)} for one in (self.plain, seen)
-        )
-        return [site for site in seen if site in before and site not in after]
+        found = list[Site]()
+        for site in seen:
+            before, after = ({query for query, key in one.get(site, ()) if key == place} for one in (self.plain, seen))
+            own = {place} if site.reads != "memory" and before != {place} else set[int]()
+            if before and not after - own:
+                found.append(site)
+        return found
 
     def _is_of_keys(self, name: str, form: MaskForm, reached: Collection[Site]) -> bool:
         """Whether a mask that has no axis for queries hides the token in the same attentions."""

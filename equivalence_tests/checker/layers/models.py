@@ -281,8 +281,9 @@ def next_token_claim(module: nn.Module) -> tuple[str, str]:
 def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
     if run.kind == "image" and stacks:
         mixed = any(_patches_are_mixed(module, run, path) for path in stacks)
-        cuts = next(path for path, child in module.named_modules() if isinstance(child, nn.Conv2d))
-        yield "a token for each patch", "patches_mixed" if mixed else "", cuts.rpartition(".")[0]
+        cuts = nn.Conv2d if any(isinstance(child, nn.Conv2d) for child in module.modules()) else nn.Linear
+        first = next(path for path, child in module.named_modules() if isinstance(child, cuts))
+        yield "a token for each patch", "patches_mixed" if mixed else "", first.rpartition(".")[0]
     moved = None if run.of_samples else _moved_with_its_place(module, run)
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     # Without ids, tokens may be a set, unless the model holds positions.
@@ -304,7 +305,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
 def _patches_are_mixed(module: nn.Module, run: ModelRun, stack: str) -> bool:
     """Whether changing one patch changes more tokens than its own and a class token; patches must not overlap."""
     patches = [child for child in module.modules() if isinstance(child, nn.Conv2d)]
-    if len(patches) != 1 or patches[0].kernel_size != patches[0].stride:
+    if len(patches) > 1 or any(child.kernel_size != child.stride for child in patches):
         return False
     other = run.source.clone()
     other[..., : run.patch, : run.patch] *= -1.7

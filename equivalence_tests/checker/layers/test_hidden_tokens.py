@@ -168,6 +168,42 @@ def test_items_may_be_numbered_by_numpy_and_only_what_asks_be_normed(tmp_path: P
     assert "the tokens that are hidden are set to 0. Intended: the id 0 says" in said
 
 
+SIGNATURE = "user_ids, log_seqs, pos_seqs, neg_seqs"
+END_OF_ITEMS = ITEMS[ITEMS.index("        positive, negative =") :]
+TABLE = "self.item_emb(torch.cat([pos_seqs, neg_seqs], -1))"
+JOINED = ITEMS.replace(END_OF_ITEMS, f"        return (found[:, -1:] @ {TABLE}.mT).squeeze(1)\n")
+
+
+@pytest.mark.parametrize("text", [ITEMS, JOINED], ids=["each", "joined"])
+@pytest.mark.parametrize("signature", ["log_seqs, pos_seqs=None, neg_seqs=None", "x, pos_seqs, neg_seqs"])
+def test_items_may_be_optional_and_stand_beside_one_sequence_of_any_name(
+    signature: str, text: str, tmp_path: Path
+) -> None:
+    history = signature.partition(",")[0]
+    text = text.replace(SIGNATURE, signature).replace("self.features(log_seqs)", f"self.features({history})")
+    said = report_on(text, "SASRec", tmp_path)
+    assert said.startswith("equal"), said
+    assert "item_emb embeds both, as where recommenders score items" in said
+    assert ("they are the items that are compared with tokens" in said) == ("torch.cat([pos" in text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(TABLE, f"{TABLE}.flip(-1)"), ("features(log_seqs)", "features(torch.cat([log_seqs, pos_seqs], -1))")],
+)
+def test_items_that_are_joined_otherwise_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
+    assert old in JOINED
+    assert report_on(JOINED.replace(old, new), "SASRec", tmp_path).startswith(("deviates", "unchecked"))
+
+
+def test_a_query_that_is_hidden_may_see_its_own_key(tmp_path: Path) -> None:
+    rows = "    s = s.masked_fill(~mask[:, None, :, None], 0.0)\n        s = s.masked_fill(torch.ones(s.shape[-2:])"
+    text = TEXT.replace("        return", f"        {rows}.triu(1).bool(), -torch.inf)\n        return", 1)
+    said = report_on(text, "EncoderLayer", tmp_path)
+    assert said.startswith("equal"), said
+    assert "a call with mask" in said
+
+
 def test_old_constructors_are_types_while_they_are_seen() -> None:
     with seen_constructors():
         assert torch.equal(torch.LongTensor([1]), torch.tensor([1]))

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.layers.whole_series import normalised
+from equivalence_tests.checker.layers.whole_values import places_of
 from equivalence_tests.checker.verify import verify
 
 
@@ -481,3 +484,67 @@ def test_a_series_may_be_normalised_by_itself_and_scaled_back_by_the_same_number
     for wrong in (InvertedWithoutItsScale, InvertedWithTheTwoExchanged):
         report = verify(wrong)
         assert (report.verdict, "a series is normalised" in report.reason) == ("unchecked", True), str(report)
+
+
+class ScalesByATensor(nn.Module):
+    """Keeps the root of its width as a tensor, which no state_dict holds."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 3 * d_model, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.scale = torch.sqrt(torch.FloatTensor([d_model]))
+
+    def forward(self, src: Tensor) -> Tensor:
+        return self.encoder(self.tokens(src) * self.scale + self.positions(torch.arange(src.size(1))))
+
+
+class ScalesByAParameter(ScalesByATensor):
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__(vocab_size, d_model, nhead, max_len)
+        self.scale = nn.Parameter(self.scale)
+
+
+def test_a_tensor_of_one_number_is_a_factor_unless_it_is_learnt() -> None:
+    report = verify(ScalesByATensor)
+    assert report.verdict == "equal", str(report)
+    assert "the square root of the width, as embeddings are scaled" in " ".join(str(report).split())
+    assert verify(ScalesByAParameter).verdict == "unchecked", str(verify(ScalesByAParameter))
+
+
+class Attends(nn.Module):
+    """Attends to the pixels of an image."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.GroupNorm(4, channels), nn.MultiheadAttention(channels, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.norm(x).flatten(2).mT
+        return x + self.attention(pixels, pixels, pixels)[0].mT.reshape(x.shape)
+
+
+class Denoiser(nn.Module):
+    """Gives an image for an image; its name says nothing."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 3, 3, padding=1)
+        self.middle, self.end = Attends(channels), Attends(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.end(self.middle(self.first(x))))
+
+
+def test_what_gives_an_image_is_run_as_a_model() -> None:
+    report = verify(Denoiser)
+    assert report.kind == "layers", str(report)
+    assert "was found" not in report.reason
+    assert not [one for one in report.not_exercised if "model" in one.what]
+
+
+def test_a_single_token_is_no_series() -> None:
+    run = Call(lambda x: x * 2, (torch.randn(3, 1, 4),)).run(read=False)
+    given = run.recorder.given[0]
+    assert normalised(given, places_of(given.value.shape), run.operations) is None

@@ -468,6 +468,33 @@ class CutsPatches(nn.Module):
         return self.head(self.block(x).mean(1))
 
 
+class NormsPatches(nn.Module):
+    """Normalises the numbers of each patch before they are projected."""
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, d_model: int) -> None:
+        super().__init__()
+        width, self.side = channels * patch_size**2, patch_size
+        self.patches = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, d_model), nn.LayerNorm(d_model))
+        self.pos_embedding = nn.Parameter(torch.randn((image_size // patch_size) ** 2, d_model))
+        self.blocks = nn.ModuleList(layers.SequentialFeedForwardLayer(d_model, 3, 40) for _ in range(2))
+        self.head = nn.Linear(d_model, 7)
+
+    def cut(self, img: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return img.unflatten(3, (-1, self.side)).unflatten(2, (-1, self.side)).permute(0, 2, 4, 3, 5, 1)
+
+    def forward(self, img: Tensor) -> Tensor:
+        x = self.patches(self.cut(img).flatten(3).flatten(1, 2)) + self.pos_embedding
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class TakesPixelsFarApart(NormsPatches):
+    def cut(self, img: Tensor) -> Tensor:
+        return img.unflatten(3, (self.side, -1)).unflatten(2, (self.side, -1)).permute(0, 3, 5, 2, 4, 1)
+
+
 class ForgetsABlock(ImageModel):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0](self.place(self.patches(x).flatten(2).mT)).mean(1))
@@ -483,6 +510,8 @@ class DropsBlocksInEval(SeriesModel):
     [
         (MixesPatches(), ("patches_mixed",)),
         (CutsPatches, ()),
+        (NormsPatches, ()),
+        (TakesPixelsFarApart, ("patches_mixed",)),
         (ForgetsABlock(), ("part_never_used",)),
         (DropsBlocksInEval(6, 24, 4), ("random_in_eval",)),
         (SeriesModel(6, 24, 4), ()),

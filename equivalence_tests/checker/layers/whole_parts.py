@@ -17,6 +17,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Terms,
     Value,
     adds_what_it_takes,
+    are_pixels,
     are_positions,
     are_tokens,
     kind_in,
@@ -43,7 +44,8 @@ class Parts:
     hides: Mapping[str, Tensor | None]  # the arguments that are masks, as in ``Hidden``
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
-    learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
+    # Parameters, and which elements; None for all of them, as those of a large model take room.
+    learnt: dict[int, tuple[str, Tensor | None]] = field(default_factory=dict)
     conditions: Conditions = field(default_factory=Conditions)
     added: set[str] = field(default_factory=set)  # the arguments that hold positions
     series: Series | None = None  # what is normalised by itself
@@ -61,7 +63,7 @@ class Parts:
         """Follow a tensor from here on, unless it is a mask or angles; two of one name are one and the same."""
         argument = name.partition("[")[0]
         if are_positions(argument, x, self.recorder.calls[0].inputs):
-            self.learnt[id(x)] = argument, torch.arange(x.numel()).view_as(x)
+            self.learnt[id(x)] = argument, None
             self.added.add(argument)
             return
         hidden = self.hidden.given(argument, x) or role_of_parameter(argument) == "angles" or x.dtype == torch.bool
@@ -79,7 +81,7 @@ class Parts:
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         attends = kind in ("attention", "layer")
         for x in call.inputs[: kind in IN_ORDER]:
-            if id(x) in self.learnt and id(x) not in self.values and are_tokens(self.learnt[id(x)][1], call.outputs[0]):
+            if id(x) in self.learnt and id(x) not in self.values and are_tokens(self._elements(x), call.outputs[0]):
                 data.insert(0, self._learnt_tokens(path, x))  # which ask those that are given
         if not data and self.conditions.follow(call.inputs, call.outputs, path):
             return
@@ -124,7 +126,7 @@ class Parts:
             data = data if path not in self.paths else self.labels.unprojected(self.module.get_submodule(path), data)
             self.sums.attended(path, data, frames)
         self.sums.behind(data[0], kind, path, self.module)
-        if kind == "linear" and self.labels.kind(data[0]) == "given":
+        if kind == "linear" and "given" in (self.labels.kind(data[0]), self.labels.normed_patches(data[0])):
             kind = "embedding"  # of features, or of patches
         if kind == "layer":  # of a source and a target the one whose tokens come back is first
             data = sorted(data, key=lambda x: relaid(x.places, outputs[0].shape) is None)
@@ -149,7 +151,8 @@ class Parts:
         """What a part is given lies in order; its features may be the second axis."""
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         ordered = lies_in_order if kind == "attention" else lies_whole
-        if (kind in IN_ORDER or (kind == "embedding" and data[0].places.any())) and not all(map(ordered, taken)):
+        cut = kind in ("layer_norm", "embedding") and are_pixels(data[0].places)  # into patches, in whatever order
+        if kind in (*IN_ORDER, "embedding") and not cut and not all(map(ordered, taken)):
             self.sums.say(f"{path} is given tokens or features in another order", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
@@ -171,6 +174,11 @@ class Parts:
 
     def _names(self, *tensors: Tensor) -> str:
         return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")
+
+    def _elements(self, x: Tensor) -> Tensor:
+        """Number the elements of a parameter, or give which of them were cut of it."""
+        found = self.learnt[id(x)][1]
+        return torch.arange(x.numel()).view_as(x) if found is None else found
 
     def _give(self, tensors: list[Tensor], value: Value) -> None:
         self.values |= {id(x): value for x in tensors}

@@ -59,8 +59,9 @@ def _fits(x: Tensor, other: Tensor) -> bool:
 
 def normalised(given: Slot, places: Tensor, operations: Sequence[Operation]) -> Series | None:
     """Find what the next operations make of the features that are given, if they normalise each along the tokens."""
-    # Along all axes but one lie samples and features.
-    axes = [axis for axis in range(1, places.dim()) if bool((places.diff(dim=axis) // FEATURES != 0).all())]
+    # Along all axes but one lie samples and features; a single token has no deviation.
+    moved = ((axis, places.diff(dim=axis) // FEATURES) for axis in range(1, places.dim()))
+    axes = [axis for axis, steps in moved if steps.numel() and bool(steps.all())]
     made, taken, found = {given.key}, set[int](), None
     for operation in operations[:MOST_OPERATIONS] if len(axes) == 1 and given.value.is_floating_point() else ():
         outputs = [slot.value for slot in operation.outputs]

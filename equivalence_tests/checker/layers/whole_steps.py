@@ -23,6 +23,7 @@ from equivalence_tests.checker.layers.whole_values import (
     events_in,
     factor_of,
     lies_in_order,
+    meets_features,
     numbers_in,
     places_of,
     relaid,
@@ -58,8 +59,7 @@ class Follower(Parts):
             if kind == "arg":
                 self.given(named, slot.tensor)
             else:
-                places = torch.arange(slot.tensor.numel()).view_as(slot.tensor)
-                self.learnt.setdefault(slot.key, (named, places))
+                self.learnt.setdefault(slot.key, (named, None))
         events = {call.first: call for call in reversed([*events_in(self.recorder, self.module, self.kinds)])}
         place = 0
         while place < len(self.recorder.operations):
@@ -146,6 +146,8 @@ class Follower(Parts):
             self._pooled(name, data[0], operation)
         elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear" and weighs(operation):
             self._function("softmax", name, data, operation)
+        elif name in ("matmul", "bmm") and (items := self.labels.items_in(data)) and meets_features(*data):
+            self._scored(items, data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
         elif not operation.outputs[0].value.is_floating_point():
@@ -169,11 +171,16 @@ class Follower(Parts):
         if out.value.dtype == torch.bool or out.value.dim() != data[0].places.dim():
             self.hidden.compared(operation)
             return
-        shifted = operation.name == "cat" and len(data) == 1
-        said = "a fixed first one is prepended, as to targets that are to be predicted" * shifted
-        self.sums.say(f"{operation.name} of the ids", "project", said)
+        if operation.name != "cat" or len(data) == 1:  # what several are joined for shows in what takes them
+            said = "a fixed first one is prepended, as to targets that are to be predicted"
+            self.sums.say(f"{operation.name} of the ids", "project", said * (operation.name == "cat"))
         places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
         self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
+
+    def _scored(self, items: str, data: list[Value], operation: Operation) -> None:
+        """What recommenders end in: tokens are compared with items."""
+        self.sums.say("each token is compared with the embedding of an item", "output", items)
+        self._function("compared", f"compared {operation.index}", data, operation)
 
     def _strange(self, operation: Operation, data: list[Value]) -> None:
         self.sums.say_strange(operation)
@@ -259,20 +266,23 @@ class Follower(Parts):
             return self.values[id(x)]
         if id(x) not in self.learnt:
             return None
-        name, places = self.learnt[id(x)]
+        name, places = self._names(x), self._elements(x)
         if bool((places.flatten().diff() != 1).any()):
             self.sums.say(f"{name} is added in another order", "scores")
         self.sums.from_row(name, int(places.min()) // places.size(-1))
-        learns = name in dict(self.module.named_parameters(remove_duplicate=False))
-        if not learns and name not in self.added and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
+        if not self._is_learnt(x) and name not in self.added and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
             self.sums.say(f"{name} is added", "scores")
         label = self.labels.add("added" if name in self.added else "table", name)
         self.calls[name].add(label)
         return Value(((label, 1.0),), torch.zeros(()))
 
+    def _is_learnt(self, x: Tensor) -> bool:
+        """Whether it is a parameter, or cut of one: what a buffer holds is a constant."""
+        return self._names(x) in dict(self.module.named_parameters(remove_duplicate=False))
+
     def _multiplied(self, operation: Operation, data: list[Value]) -> None:
         out, gains = operation.outputs[0].tensor, [x.tensor for x in operation.inputs if id(x.tensor) in self.learnt]
-        factor = factor_of(operation, lambda x: id(x) in self.values or id(x) in self.learnt)
+        factor = factor_of(operation, lambda x: id(x) in self.values or self._is_learnt(x))
         if len(data) == 1 and factor is not None:
             self._give([out], Value(scaled(data[0].terms, factor), data[0].places))
         elif operation.name == "mul" and len(data) == 1 and gains:
@@ -286,26 +296,25 @@ class Follower(Parts):
             and (items := self.labels.items_in(data))
             and all(lies_in_order(x.places) for x in data)
         ):
-            self.sums.say("each token is compared with the embedding of an item", "output", items)
-            self._function("compared", f"compared {operation.index}", data, operation)
+            self._scored(items, data, operation)
         else:
             self._strange(operation, data)
 
     def _of_constants(self, operation: Operation) -> None:
         """What is cut of parameters is known by its places; other constants are not followed."""
         inputs = [slot.tensor for slot in operation.inputs]
-        known = [self.learnt[id(x)] for x in inputs if id(x) in self.learnt]
+        known = [x for x in inputs if id(x) in self.learnt]
         if not known or not all(slot.value.is_floating_point() for slot in operation.outputs):
             return
         if rounds(operation):
             self.sums.say_strange(operation)
-        name, places = known[0]
+        name, whole = self._names(known[0]), known[0]
         if operation.name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
         elif operation.name in MOVES and len(inputs) == 1 and len(operation.outputs) == 1:
-            self.learnt[id(operation.outputs[0].tensor)] = name, operation.call([places])
+            self.learnt[id(operation.outputs[0].tensor)] = name, operation.call([self._elements(whole)])
         elif operation.name in ("to", "type_as", "float", "double"):
-            self.learnt[id(operation.outputs[0].tensor)] = name, places
+            self.learnt[id(operation.outputs[0].tensor)] = name, self._elements(whole)
 
     def _end(self, outputs: list[Tensor]) -> None:
         known = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)

@@ -71,7 +71,7 @@ class Sums:
         for made in (self.labels.made[label] for label, kind in kinds.items() if kind == "positions"):
             if made.inputs and not kinds.keys().isdisjoint(label for label, _ in made.inputs[0].terms):
                 self.say(f"the input of {made.words} is added to its output once more", "residual")
-        if branches:
+        if branches and not self._are_normed_embeddings(branches, kinds):
             self._from_stream(value, by)
         self.labels.streams.add(value.terms)
 
@@ -102,6 +102,13 @@ class Sums:
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is not a residual connection", "residual")
+
+    def _are_normed_embeddings(self, branches: Sequence[str], kinds: Mapping[str, str]) -> bool:
+        """Whether tables are added to the norm of embeddings, in the place of these."""
+        made, others = self.labels.made[branches[0]], [kind for label, kind in kinds.items() if label not in branches]
+        taken = {label for label, _ in made.inputs[0].terms} if made.kind == "layer_norm" else set[str]()
+        embedded = bool(taken) and all(self.labels.made[label].kind == "embedding" for label in taken)
+        return len(branches) == 1 and embedded and {*others} <= {"table", "positions"}
 
     def _one_norm(self, labels: Sequence[str], stream: Terms) -> str:
         """Say that attention and feed-forward read the same norm of the stream, as in GPT-J; "" where they do not."""
@@ -237,6 +244,7 @@ class Sums:
     def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
         """Say what is strange in how often parts take part, and in what follows them."""
         self._halved()
+        self._joined()
         for name, row in self.rows.items():
             if row > 0:
                 self.say(f"{name} is added from its row {row} on", "scores")
@@ -282,6 +290,13 @@ class Sums:
     def from_row(self, name: str, row: int) -> None:
         """Note from which row on a table is added."""
         self.rows[name] = min(row, self.rows.get(name, row))
+
+    def _joined(self) -> None:
+        """Say for what ids of several arguments are joined."""
+        for label, made in self.labels.of_kind("given"):
+            if len(made.inputs) > 1:
+                scored = {"compared"} == self.labels.taken_by(label, "embedding")
+                self.say(made.words, "project", "they are the items that are compared with tokens" * scored)
 
     def _halved(self) -> None:
         """Two feed-forwards, each added by half, stand on both sides of an attention, as in Macaron-Net."""

@@ -196,10 +196,20 @@ class Labels:
         """Whether it is the norm of what a matrix gave."""
         return self.kind(value) == "layer_norm" and self.kind(self.made[value.only].inputs[0]) == "linear"
 
+    def normed_patches(self, value: Value) -> str:
+        """Say what a norm was given that normalises an image, cut into patches; "" where it is none."""
+        normed = self.kind(value) == "layer_norm" and are_pixels(value.places)
+        return self.kind(self.made[value.only].inputs[0]) if normed else ""
+
     def is_pooled(self, made: Made) -> bool:
         """Whether something is made of one vector for all tokens."""
         inside = (self.made[value.only] for value in made.inputs if value.only)
         return any(one.kind == "pool" or self.is_pooled(one) for one in inside)
+
+    def taken_by(self, label: str, kind: str) -> set[str]:
+        """List the kinds of what takes something, and of what takes that, where it is of a kind."""
+        through = (one for one, made in self.of_kind(kind) if any(x.only == label for x in made.inputs))
+        return self.users.get(label, set()) - {kind} | {user for one in through for user in self.users.get(one, set())}
 
     def words(self, label: str) -> str:
         """Say what a label stands for."""
@@ -315,7 +325,12 @@ def made_places(before: Tensor, shape: torch.Size, first: bool, embeds: bool) ->
     """
     if first:
         return places_of(torch.Size((shape[0], *shape[2:], shape[1]))).movedim(-1, 1)
-    return places_of(shape) if embeds and not bool(before.any()) else relaid(before, shape)
+    return places_of(shape) if embeds and are_pixels(before) else relaid(before, shape)
+
+
+def are_pixels(places: Tensor) -> bool:
+    """Whether they are the places of an image, which are all 0."""
+    return not bool(places.any())
 
 
 def lies_whole(places: Tensor) -> bool:
@@ -326,6 +341,12 @@ def lies_whole(places: Tensor) -> bool:
 def lies_in_order(places: Tensor) -> bool:
     """Whether along each axis come later tokens, or later features."""
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
+
+
+def meets_features(one: Value, other: Value) -> bool:
+    """Whether a product of two matrices compares tokens, feature by feature."""
+    x, y = one.places, other.places
+    return min(x.dim(), y.dim()) > 1 and all(map(lies_in_order, (x, y.mT))) and lies_whole(x) and lies_whole(y.mT)
 
 
 def is_turned(places: Tensor) -> bool:

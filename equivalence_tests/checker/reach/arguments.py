@@ -48,7 +48,10 @@ class Sizes:
 
 
 # Odd sizes show the most; code that insists on even ones, or on its own defaults, gets what it asks for.
-SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64))
+SIZES = (
+    *(Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=8)),
+    *(Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64)),
+)
 
 COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|(n|num|h)_?kv(_?h)?$"
 IMAGE_SIDE, PATCH_SIDE = 8, 2
@@ -74,11 +77,11 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$|^(in(put)?|pred(iction)?|label|out(put)?)_?len(gth)?$|^horizon$|look_?back",
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|^seq(uence)?$|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$|^(in(put)?|pred(iction)?|label|out(put)?)_?len(gth)?$|^horizon$|look_?back",
         lambda s: MAX_LEN,
     ),
     (
-        r"^(?!.*(factor|ratio|expan)).*(ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult)",
+        r"^(?!.*(factor|ratio|expan|multiple$)).*(ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult)",
         lambda s: s.ff_dim,
     ),
     (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
@@ -190,10 +193,10 @@ def first_match(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
 def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     """Say what a constructor argument of this name probably wants, and whether anything is known.
 
-    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_items", "num_classes", "d_ff")]
-    [(True, 3), (True, 33), (True, 29), (True, 13), (True, 37)]
-    >>> value_for("ff_expansion_factor", Sizes()), value_for("zebra", Sizes())
-    ((False, None), (False, None))
+    >>> [value_for(name, Sizes()) for name in ("n_heads", "d_model", "num_items", "num_classes", "d_ff", "seq")]
+    [(True, 3), (True, 33), (True, 29), (True, 13), (True, 37), (True, 64)]
+    >>> [value_for(name, Sizes()) for name in ("ff_expansion_factor", "time_multiple", "zebra")]
+    [(False, None), (False, None), (False, None)]
     """
     value = first_match(name, SIZE_NAMES, None)
     return value is not None, value(sizes) if value else None

@@ -72,7 +72,8 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     errors: list[str] = []
     builds, small, making = False, False, _Making()
     large = list[tuple[Any, Sizes]]()
-    for sizes in _sizes_to_try(target):
+    # What is large already would be larger still.
+    for sizes in (one for one in _sizes_to_try(target) if not large or one.embed_dim <= SIZES[-2].embed_dim):
         lists = ([way | given for way in ways] for ways in argument_lists(target, sizes))
         made = (_first_that_builds(target, proposals, errors, making) for proposals in lists)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
@@ -83,17 +84,17 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
             parameters, tables = _sizes_of_tensors(instance)
             if small and parameters > LARGE:  # what fits nothing in small sizes fits nothing in this one
                 break
-            if tables > LARGE:  # anything smaller is tried first
+            if max(parameters, tables) > LARGE:  # anything smaller is tried first
                 large = large or [(instance, sizes)]
             else:
                 small = True
                 yield instance, sizes
-    yield from large
     # With its own defaults, which may fit only each other.
     plain = [] if given else next(argument_lists(target, SIZES[0]), [])[1:2]
     if (instance := _first_that_builds(target, plain, errors)) is not None:
         builds = True
-        yield instance, SIZES[0]
+        large.append((instance, SIZES[0]))
+    yield from (one for one in large if not small or _sizes_of_tensors(one[0])[0] <= LARGE)
     if not builds:
         raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
 

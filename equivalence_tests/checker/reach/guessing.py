@@ -61,7 +61,7 @@ def override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) -> 
     if parameter.name == "k" and wanted_number and default < FEW:
         return []  # of the largest, or of neighbours: no width
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
-        return [] if re.search(r"eps|base|theta|pad|window|shift", parameter.name.lower()) else [value]
+        return [] if re.search(r"eps|base$|theta|pad|window|shift", parameter.name.lower()) else [value]
     return []
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import Parameter
@@ -125,7 +125,7 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     drawn = cache(lambda count: [*_drawn(module, count)])
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
     embeds = any(isinstance(m, nn.Embedding) for m in module.modules())
-    items = _items_beside(required, unread_arguments(module)) if embeds else []
+    items = _items_beside(module, required) if embeds else []
     for roles in itertools.chain(ways, items, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
@@ -152,16 +152,18 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
         yield {**roles, **dict(zip(others, chosen, strict=True))}
 
 
-def _items_beside(roles: Mapping[str, str], unread: Collection[str]) -> list[dict[str, str]]:
-    """Give roles where other sequences of ids are the items that a recommender scores at each position.
+def _items_beside(module: nn.Module, roles: Mapping[str, str]) -> list[dict[str, str]]:
+    """Give roles where sequences of ids behind the first are the items that a recommender scores, optional ones too.
 
     An argument that nothing reads, as the user's id often is, gets None.
     """
-    roles = {name: "=None" if name in unread else role for name, role in roles.items()}
+    roles = {name: "=None" if name in unread_arguments(module) else role for name, role in roles.items()}
+    optional = [p.name for p in parameters_of(module) if p.default is None and not _role(p)]
     names = [name for name, role in roles.items() if not role]
-    items = [name for name in names if ITEMS.search(name.lower())]
-    history = [name for name in names if name not in items and HISTORY.search(name.lower())]
-    return [{**roles, **dict.fromkeys(items, "items")}] if items and [*history, *items] == names else []
+    names += [name for name in optional if ITEMS.search(name.lower())]
+    items = [name for name in names[1:] if ITEMS.search(name.lower())]
+    history = [name for name in names[1:] if name not in items and HISTORY.search(name.lower())]
+    return [{**roles, **dict.fromkeys(items, "items")}] if items and [*names[:1], *history, *items] == names else []
 
 
 def _of_samples(role: str, batch: int) -> Tensor:
@@ -334,6 +336,7 @@ def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     picked += [x.transpose(0, 1) if length_first else x for x in all_tokens]
     picked += [x[..., None] for x in found if x.dim() == 2 and x.shape == ids.shape[:2] and not image]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
+    picked += [x.flatten(2).mT for x in found if x.dim() == 4 and len(x) == batch and image]  # of each pixel
     picked += [x[:, None, None] for x in found if x.dim() == 1 and len(x) == batch]  # a number for each sample
     if not picked:
         raise ValueError("no output for each token")

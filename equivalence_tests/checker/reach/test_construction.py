@@ -516,6 +516,18 @@ class OfPowers(nn.Module):
         self.table = torch.empty(channels**4, 400)
 
 
+class WideByDefault(nn.Module):
+    """Is large by its own defaults, and takes only widths of whole groups."""
+
+    def __init__(self, base_channels: int = 128) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.GroupNorm(8, base_channels), nn.Linear(24 * base_channels, 24 * base_channels)
+
+
+def test_smaller_sizes_are_tried_before_large_defaults_and_instead_of_them() -> None:
+    assert {made.norm.num_channels for made, _ in build(WideByDefault)} == {32, 64}
+
+
 class InVain(nn.Module):
     """Makes a large table before it refuses whatever it is told."""
 
