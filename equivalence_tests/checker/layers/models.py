@@ -4,7 +4,8 @@ import ast
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -226,6 +227,8 @@ def _unused(walk: Walk, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
     attending = _attending(module)
     if attending and idle.issuperset(attending):
         yield "all parts take part", "part_never_used", outermost(idle, attending[0])
+    for path in _replaced(ran, attending, idle):
+        yield "all parts take part", "part_never_used", path
     for path in [path for path, _ in module.named_modules() if path in idle]:
         child, owner = module.get_submodule(path), path.rpartition(".")[0]
         while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
@@ -233,6 +236,13 @@ def _unused(walk: Walk, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
         if small and not list(child.children()) and owner not in idle:  # else a whole branch is left out
             yield "all parts take part", "part_never_used", path
+
+
+def _replaced(ran: Run, attending: Sequence[str], idle: Collection[str]) -> Iterator[str]:
+    """Name what is idle where another of the same name, but for its number, is called several times."""
+    called = Counter(call.path for call in ran.recorder.calls)
+    names = {re.sub(r"\d+", "", path) for path in attending if called[path] > 1}
+    yield from (path for path in attending if path in idle and re.sub(r"\d+", "", path) in names)
 
 
 def reads_later_tokens(run: ModelRun) -> bool | None:

@@ -548,3 +548,30 @@ def test_a_single_token_is_no_series() -> None:
     run = Call(lambda x: x * 2, (torch.randn(3, 1, 4),)).run(read=False)
     given = run.recorder.given[0]
     assert normalised(given, places_of(given.value.shape), run.operations) is None
+
+
+class TwoAttentions(nn.Module):
+    """Holds what other models have in layers itself."""
+
+    second = "attention2"
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
+        self.attention1, self.attention2 = (nn.MultiheadAttention(d_model, nhead, batch_first=True) for _ in range(2))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.size(1)))
+        x = self.norm1(x + self.attention1(x, x, x)[0])
+        return self.norm2(x + getattr(self, self.second)(x, x, x)[0])
+
+
+class TakesTheFirstTwice(TwoAttentions):
+    second = "attention1"
+
+
+def test_an_attention_in_whose_place_its_like_is_called_twice_is_named() -> None:
+    assert verify(TwoAttentions).verdict == "equal"
+    report = verify(TakesTheFirstTwice)
+    assert (report.mistakes, report.findings[0].where) == (("part_never_used",), "attention2"), str(report)

@@ -89,6 +89,10 @@ def kind_of(path: str, child: nn.Module) -> str:
 
     >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
     ('layer_norm', '', '')
+    >>> output = type("Output", (nn.Module,), {"forward": lambda self, x: self.linear(x)})()
+    >>> output.linear, output.dropout = nn.Linear(4, 2), nn.Dropout()
+    >>> kind_of("head", output), kind_of("attention", output)
+    ('', 'attention')
     >>> block = type("AttentionBlock", (nn.Module,), {"forward": lambda self, x: x})()
     >>> block.attention, block.mlp = nn.MultiheadAttention(4, 2), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     >>> kind_of("blocks.0", block)
@@ -97,7 +101,8 @@ def kind_of(path: str, child: nn.Module) -> str:
     if not runs(child):
         return ""  # it only holds what something else calls
     says_all = type(child).__module__.startswith("torch.") or OTHER_NORMS.search(type(child).__name__)
-    attribute = "" if says_all else path.rpartition(".")[2]
+    attribute = path.rpartition(".")[2]
+    attribute = "" if says_all or attribute == "head" else attribute  # which mostly makes the output of a model
     kind = guess_kind(child) or kind_of_name(attribute)
     if kind == "attention" and not guess_kind(child) and _stands_beside_an_attention(child):
         return ""  # whatever holds it

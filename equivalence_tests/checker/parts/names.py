@@ -8,7 +8,7 @@ NAMES = (
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
     (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
-    (r"rotary_?(pos_?)?emb|(^|_)rope($|_)|apply_rot|freqs_cis|precompute\w*(freqs|rope)", "positional_encoding"),
+    (r"rot(ary)?_?(pos_?)?emb|(^|_)rope($|_)|apply_rot|freqs_cis|precompute\w*(freqs|rope)", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE)
@@ -17,8 +17,8 @@ OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE
 def kind_of_name(name: str) -> str:
     """Tell a kind from a name alone; "" if it says nothing.
 
-    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
-    ('attention', 'feed_forward', '')
+    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("RotEmb"), kind_of_name("Thing")
+    ('attention', 'feed_forward', 'positional_encoding', '')
     """
     return next((kind for pattern, kind in NAMES if re.search(pattern, words_of(name))), "")
 
