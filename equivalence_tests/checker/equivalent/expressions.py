@@ -265,6 +265,8 @@ class Evidence:
                 yield Step("tokens are concatenated", "" if twice else "each are an argument or a parameter", stage)
             elif isinstance(one, Made):
                 yield from self._made(one, stage)
+        for name in dict.fromkeys(name for one in all_of(expression) for name in added_twice(one)):
+            yield Step(f"{name} is added more than once", "", "again")
         added = (x for one in all_of(expression) if is_sum(one) for x in inner_of(one))
         if stage == "output" and any(map(_is_given, added)):
             yield Step(RESIDUAL, "what is added is an argument as it is", "residual")

@@ -21,8 +21,6 @@ from equivalence_tests.checker.equivalent.expressions import (
     Given,
     Learnt,
     Values,
-    added_twice,
-    all_of,
     attends,
     of_kind,
 )
@@ -191,8 +189,6 @@ class Program:
         fed = "a feed-forward follows it" if sublayers.branches else _called_a_block(module)
         if unlike := sublayers.unlike():
             yield Step(unlike, "", "residual")
-        for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
-            yield Step(f"{name} is added more than once", "", "residual")
         called = [*of_kind(Called, around, *(one.tokens for _, one in self.roles))]
         normed = [x.path for x in called if is_norm(module.get_submodule(x.path))]
         projected = {f"{x.path} is called" for x in called if sublayers.projects_queries(x)}

@@ -250,6 +250,11 @@ class AddsItsInput(Base):
         return super().forward(x) + x
 
 
+class DoublesItsTokens(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x)
+
+
 class ProjectsTwice(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.o(super().forward(x))
@@ -338,6 +343,7 @@ def test_no_call_goes_on_from_the_one_before() -> None:
 WRONG = (
     SquaresWeights,
     AddsItsInput,
+    DoublesItsTokens,
     ProjectsTwice,
     SubtractsValues,
     GatedByWhatItProjects,

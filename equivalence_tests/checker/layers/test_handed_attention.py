@@ -1,8 +1,12 @@
 """Layers that are handed their attention, which is handed another one that knows nothing of projections."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.reach.sublayer import names_with_sublayer
 from equivalence_tests.checker.verify import verify
 
 
@@ -67,3 +71,68 @@ def test_a_layer_is_handed_the_attention_that_projects() -> None:
 
 def test_an_option_that_mixes_heads_and_tokens_asks_for_that() -> None:
     assert "heads_merged_without_transpose" not in verify(AttentionLayer).mistakes
+
+
+class Sublayer(nn.Module):
+    """The pre-norm residual of The Annotated Transformer, which is handed what it stands around."""
+
+    def __init__(self, size: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(size), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+class TwiceAdded(Sublayer):
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + self.dropout(x + sublayer(self.norm(x)))
+
+
+class OfTheNorm(Sublayer):
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        x = self.norm(x)
+        return x + self.dropout(sublayer(x))
+
+
+class TakesAPart(Sublayer):
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + self.dropout(sublayer(self.norm(x))[0])
+
+
+class Around(nn.Module):
+    """Is handed what it stands around when it is made."""
+
+    def __init__(self, dim: int, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(dim), fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fn(self.norm(x))
+
+
+class AroundTheNorm(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.fn(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("tested", "verdict", "names"),
+    [
+        (Sublayer, "equal", ()),
+        (Around, "equal", ()),
+        (TwiceAdded, "deviates", ("residual_added_twice",)),
+        (OfTheNorm, "deviates", ("residual_from_normalised",)),
+        (AroundTheNorm, "deviates", ("residual_from_normalised",)),
+    ],
+)
+def test_what_stands_around_any_function_is_called_with_an_attention(
+    tested: type[nn.Module], verdict: str, names: tuple[str, ...]
+) -> None:
+    report = verify(tested)
+    assert (report.verdict, report.mistakes) == (verdict, names), report
+
+
+def test_what_is_taken_apart_is_no_attention() -> None:
+    assert names_with_sublayer(Sublayer(6, 0.1)) == ("x", "sublayer")
+    assert names_with_sublayer(TakesAPart(6, 0.1)) is None

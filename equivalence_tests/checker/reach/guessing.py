@@ -23,6 +23,7 @@ from equivalence_tests.checker.reach.arguments import (
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig
 from equivalence_tests.checker.reach.proposing import compared_by, keys_for, used_as
+from equivalence_tests.checker.reach.sublayer import SelfAttention
 from equivalence_tests.checker.reporting.lines import source_of
 
 SIDES = (0, PATCH_SIDE, 3, IMAGE_SIDE)  # where a name means the side of a square, or how far one is shifted
@@ -87,7 +88,8 @@ def guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any
         return [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
     if known:
         return [value] if value != sizes.embed_dim else [value, (value,)]
-    found: list[Any] = [None] * compared.count(None)
+    found: list[Any] = [SelfAttention(sizes.embed_dim, sizes.num_heads)] if runs else []
+    found += [None] * compared.count(None)
     found += [sizes.num_layers] * bool(COUNT.search(name))
     found += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]
     return [*found, ImitatedConfig(sizes)]

@@ -16,6 +16,7 @@ from equivalence_tests.checker.reach.arguments import SIZES, Sizes
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.registering import REGISTERING
+from equivalence_tests.checker.reach.sublayer import WithSublayer, names_with_sublayer
 from equivalence_tests.checker.reach.tried import TRIED, Try
 
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
@@ -79,7 +80,10 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     """Build a class, a factory, an instance or a function to try until one can be called, the most telling first."""
 
     def subject(instance: Any, asked: Sizes = SIZES[0], *, trained: bool = False, built: bool = False) -> Subject:
-        return Subject(name, instance, sizes_of(instance, asked, adapter), adapter, trained, built)
+        sizes, names = sizes_of(instance, asked, adapter), names_with_sublayer(instance)
+        if names is not None and adapter.call is None:
+            instance = WithSublayer(instance, names, sizes.embed_dim, sizes.num_heads)
+        return Subject(name, instance, sizes, adapter, trained, built)
 
     if adapter.build is not None:
         yield subject(adapter.build())
