@@ -219,7 +219,17 @@ class _Masks:
         if any(one is not None and first is not None and identical(one, first) for one, first in whole):
             why = "all queries get its first row: right only if nobody passes a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
+        self.report.coverage += self._taken_in_vain(form)
         return []
+
+    def _taken_in_vain(self, form: MaskForm) -> Iterator[Exercise]:
+        """List the other shapes in which the code takes a mask that means the same, and hides nothing."""
+        plain = _output(self.situation.found.run, self.situation)
+        kind = form.pattern, form.encoding, form.held
+        for other in (one for one in mask_forms() if (one.pattern, one.encoding, one.held) == kind and one != form):
+            output = self._output(other)
+            if output is not None and torch.equal(output, plain):
+                yield Exercise(f"{self.parameter} of {other.shape}", False, "it was passed, and hides nothing")
 
     def _taking(self, run: Run) -> Operation:
         """The first operation that takes the mask."""

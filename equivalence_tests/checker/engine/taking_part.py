@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, OF_A_SHAPE
-from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.engine.watching import Operation, Slot, storage_of
 from equivalence_tests.checker.reach.proposing import code_of, nodes_of, parsed, unread_arguments
 from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import source_of
@@ -102,7 +102,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
 
     Gives none where something hides its operations, as TorchScript and numpy do.
     """
-    if hides(run):
+    if hides(run, function):
         return
     live = run.live()
     used = _taken_by(run, live)
@@ -118,12 +118,20 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
             yield argument, slot.value
 
 
-def hides(run: Run) -> bool:
+def hides(run: Run, function: Any) -> bool:
     """Whether an operation takes, or the run returns, a tensor that no recorded operation made."""
-    known = {storage_of(slot.tensor) for slot in run.recorder.given}
+    given = known_before(run, function)
+    known = {storage_of(slot.tensor) for slot in given}
     known |= {storage_of(slot.tensor) for operation in run.operations for slot in operation.outputs}
     unknown = {storage_of(x) for x in tensors_of(run.output)} - known
-    return bool(unknown) or run.graph.unwatched(run.recorder.given) is not None
+    return bool(unknown) or run.graph.unwatched(given) is not None
+
+
+def known_before(run: Run, function: Any) -> list[Slot]:
+    """List what no operation makes: what a run is given, the recorder's own masks, and what modules keep as it is."""
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    kept = [Slot(x, x) for module in modules for x in vars(module).values() if isinstance(x, Tensor)]
+    return [*run.recorder.given, *run.recorder.made, *kept]
 
 
 def argument_name(known: str, function: Callable[..., Any]) -> str:

@@ -128,3 +128,32 @@ def test_a_mask_of_another_shape_is_used_where_it_hides_something(hidden: int, n
     blocks = torch.ones(2, 1, 2, 3, 9, dtype=torch.bool)
     blocks[..., :hidden] = False
     assert judged(ForgetsItsBlocks, blocks).mistakes == names
+
+
+class TakesMasksOfThreeAxes(nn.Module):
+    """A mask of four axes is taken, and forgotten."""
+
+    axes = 3
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        if mask is not None and mask.dim() <= self.axes:
+            scores = scores.masked_fill(mask.view(x.size(0), -1, x.size(1), x.size(1)) == 0, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class TakesMasksOfFourAxes(TakesMasksOfThreeAxes):
+    axes = 4
+
+
+@pytest.mark.parametrize(("tested", "verdict"), [(TakesMasksOfFourAxes, "equal"), (TakesMasksOfThreeAxes, "partial")])
+def test_a_mask_that_is_taken_in_another_shape_hides_something(tested: type[nn.Module], verdict: str) -> None:
+    report = verify(tested)
+    assert report.verdict == verdict, str(report)
+    assert ("mask of (batch, 1, query, key)" in {one.what for one in report.not_exercised}) == (verdict == "partial")

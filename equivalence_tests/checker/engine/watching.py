@@ -116,6 +116,7 @@ class Recorder(TorchFunctionMode):
         self._origins: dict[int, int] = {}
         self._live: dict[int, list[Slot]] = {}
         self.given: list[Slot] = []  # what is known by a name, as it was before the run
+        self.made: list[Slot] = []  # masks that stand for an option of a fused function
         for name, tensor in named:
             self._origins[storage_of(tensor)] = self._origins.get(storage_of(tensor), 0) | 1 << len(self.names)
             self.names.append(name)
@@ -262,6 +263,7 @@ def _fused_attention(
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = do(torch.masked_fill, "masked_fill", scores, future, -math.inf)
+        recorder.made.append(Slot(future, future))
         recorder.operations[-1].unasked = local_here("is_causal") is False
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = do(torch.logical_not, "logical_not", attn_mask)

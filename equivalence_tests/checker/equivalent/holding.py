@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
 from equivalence_tests.checker.engine.same import TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
-from equivalence_tests.checker.engine.watching import Slot
+from equivalence_tests.checker.engine.taking_part import known_before
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
     OF_ARGUMENTS,
@@ -365,9 +365,8 @@ def _what_hides(situation: Situation) -> str:
     inside = function.modules() if isinstance(function, nn.Module) else [getattr(function, "__wrapped__", None)]
     if any(isinstance(one, torch.jit.ScriptModule | torch.jit.ScriptFunction) for one in inside):
         return "It runs as TorchScript, which hides its operations."
-    modules = situation.subject.module.modules() if situation.subject.module is not None else ()
-    kept = [Slot(x, x) for module in modules for x in vars(module).values() if isinstance(x, Tensor)]
-    taking = situation.found.run.graph.unwatched([*situation.found.run.recorder.given, *kept])
+    run = situation.found.run
+    taking = run.graph.unwatched(known_before(run, situation.subject.module))
     if taking is None:
         return ""
     line = code_lines(taking.frames)[-1]

@@ -169,3 +169,59 @@ def test_a_mask_is_given_in_a_form_that_other_lengths_have_too() -> None:
     assert run is not None
     patterns = {mask.name: mask.form.pattern for mask in read_masks(module, run).masks if mask.form is not None}
     assert patterns["src_mask"] == "keys", patterns  # it hides keys from both sequences
+
+
+class CausalAttention(nn.Module):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        attended: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return attended
+
+
+class Block(nn.Module):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attn = CausalAttention(d_model, n_heads)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
+
+
+class NormedGPT(nn.Module):
+    """Hides later tokens with the option of torch's function."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(16, d_model)
+        self.block, self.norm = Block(d_model, n_heads), nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.block(self.embedding(ids) + self.positions(torch.arange(ids.size(1))))
+        logits: Tensor = self.head(self.last(x))
+        return logits
+
+    def last(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+class ForgetsItsNormGPT(NormedGPT):
+    def last(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("model", "names"), [(NormedGPT, ()), (ForgetsItsNormGPT, ("part_never_used",))])
+def test_a_norm_that_nothing_uses_is_seen_where_torch_hides_later_tokens(
+    model: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    assert verify(model).mistakes == names

@@ -80,7 +80,7 @@ class Walk:
     @cached_property
     def idle(self) -> set[str]:
         """The sub-modules that take no part in the run of the whole; none where something hides that."""
-        return set() if self.ran is None or hides(self.ran) else idle_modules(self.ran, self.module)
+        return set() if self.ran is None or hides(self.ran, self.module) else idle_modules(self.ran, self.module)
 
     def busy_in(self, path: str) -> set[str]:
         """Name the sub-modules of a part that take part in the run of the whole."""
