@@ -61,6 +61,7 @@ CONTRACTIONS = words(
 )
 ADDS = words("add sub")
 MULTIPLIES = words("mul div")
+STOPS_GRADIENTS = words("detach data")
 FILLS = words("masked_fill where setitem")
 COMPARES = words("lt le gt ge topk kthvalue")
 ELEMENTWISE = words(

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,15 +10,19 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import HIDING, MEASURED, TABLE, near
-from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Comparison, Difference
+from equivalence_tests.checker.engine.vocabulary import STOPS_GRADIENTS
+from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.equivalent.comparing import OF_ARGUMENTS, WRITTEN_INTO, Comparison, Difference
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Exercise, Finding, some_of
+from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 NOT_TORCHS = "it is not part of torch's program"
@@ -126,6 +130,18 @@ def differs(report: Report, worst: Difference) -> None:
         f"It differs from torch with the same weights{size} "
         f"({worst.what}, {worst.case}), and the checker could not say where."
     )
+
+
+def gradients_stopped(report: Report, operations: Iterable[Operation], worst: Difference) -> None:
+    """Name the lines that stop a gradient, where whole outputs agree and that of an argument does not."""
+    if not worst.what.startswith(OF_ARGUMENTS) or not math.isfinite(worst.size):
+        return
+    places = dict.fromkeys(one.frames for one in operations if one.name in STOPS_GRADIENTS and one.frames)
+    evidence = f"The output is torch's; the {worst.what} differs by {worst.size:.2g} of the largest value."
+    found = [found_mistake("gradient_stopped", stack=code_lines(frames), evidence=evidence) for frames in places]
+    report.findings += found
+    if found:
+        report.verdict, report.reason = "deviates", ""
 
 
 def unread(report: Report, why: str) -> None:

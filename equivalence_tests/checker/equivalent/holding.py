@@ -29,6 +29,7 @@ from equivalence_tests.checker.equivalent.deciding import (
     Holding,
     accuse_with_proof,
     decide,
+    gradients_stopped,
     left_over,
     shown_as_step,
     unread,
@@ -243,6 +244,9 @@ def hold(report: Report, situation: Situation) -> None:
     decide(report, holding, situation.subject.adapter.intended)
     for failed in _failing(holding):
         report.checks.append(failed)
+        run = situation.found.run if failed.name not in situation.subject.adapter.intended else None
+        live = () if run is None else (run.operations[index] for index in run.live())
+        gradients_stopped(report, live, holding.comparison.worst)
         report.findings += [found_mistake("weights_not_those_used", stage="checks")] if holding.agrees else []
         report.equivalent = report.equivalent if holding.agrees else None
     judge_checks(report)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from equivalence_tests.checker.engine.vocabulary import STOPS_GRADIENTS
 from equivalence_tests.checker.engine.watching import HOLE, Operation
 from equivalence_tests.checker.equivalent.texts import Code, call_text
 from equivalence_tests.checker.equivalent.texts import text as written
@@ -80,7 +81,7 @@ class Scope:
         if one.name == "setitem":  # what is written into may be read before, too
             name = f"h{self.count + 1}"
             text = f"{args[0]}.clone()\n{Code(name)[args[1]]} = {written(args[2])}"
-        elif one.name == "detach":
+        elif one.name in STOPS_GRADIENTS:
             text = names[0]  # torch's parts stop no gradient, so that one that is stopped differs
         else:
             text = call_text(one.function, one.name, args, kwargs)

@@ -50,6 +50,13 @@ CALLS = (
         (DROP_LINE, "nn.functional.dropout(weights, self.dropout.p, self.training, inplace=True)"),
     ),
     _dropout(
+        "gradient_stopped",
+        "The output is right, and its gradient is stopped on the way.",
+        ("an operation that stops the gradient", "a gradient that reaches all that the output depends on"),
+        "Leave out what stops it: detach() or .data.",
+        (WEIGHED, "dropped.detach() @ v"),
+    ),
+    _dropout(
         "dropout_not_rescaled",
         "What survives dropout is not scaled up by 1 / (1 - p), so that training and eval have different means.",
         ("weights * keep", "weights * keep / (1 - p)"),
