@@ -22,8 +22,8 @@ from equivalence_tests.checker.reach.arguments import (
     value_for,
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.proposing import compared_by, keys_for, used_as
-from equivalence_tests.checker.reach.sublayer import SelfAttention
+from equivalence_tests.checker.reach.proposing import compared_by, keys_for, nodes_of, used_as
+from equivalence_tests.checker.reach.sublayer import SelfAttention, called_with_one
 from equivalence_tests.checker.reporting.lines import source_of
 
 SIDES = (0, PATCH_SIDE, 3, IMAGE_SIDE)  # where a name means the side of a square, or how far one is shifted
@@ -88,7 +88,9 @@ def guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any
         return [nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))]
     if known:
         return [value] if value != sizes.embed_dim else [value, (value,)]
-    found: list[Any] = [SelfAttention(sizes.embed_dim, sizes.num_heads)] if runs else []
+    alone = runs and [*used_as(target).values()].count("runs") == 1
+    alone = alone and called_with_one(nodes_of(target), f"self.{parameter.name}")
+    found: list[Any] = [SelfAttention(sizes.embed_dim, sizes.num_heads)] if alone else []
     found += [None] * compared.count(None)
     found += [sizes.num_layers] * bool(COUNT.search(name))
     found += [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT, False, None]

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def names_with_sublayer(module: Any) -> tuple[str, str] | None:
 
     >>> names_with_sublayer(nn.Linear(2, 3))
     """
-    forward = type(module).forward if isinstance(module, nn.Module) else None
+    forward = getattr(type(module), "forward", None) if isinstance(module, nn.Module) else None
     if not inspect.isfunction(forward) or any(x.dim() > 1 for x in module.parameters()):  # only norms stand around it
         return None
     needed = [one.name for one in inspect.signature(forward).parameters.values() if one.default is one.empty][1:]
@@ -51,6 +51,12 @@ def names_with_sublayer(module: Any) -> tuple[str, str] | None:
     tokens = [name for name in needed if name not in names]
     one_of_each = len(names) == len(tokens) == 1 and node is not None and _give_tensors(node, called)
     return (tokens[0], names.pop()) if one_of_each else None
+
+
+def called_with_one(nodes: Iterable[ast.AST], name: str) -> bool:
+    """Whether what has this name is called, and never with more than one tensor."""
+    calls = [x for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func) == name]
+    return bool(calls) and all(len(x.args) == 1 for x in calls)
 
 
 def _called_name(node: ast.AST) -> str:
