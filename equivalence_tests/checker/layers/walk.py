@@ -23,6 +23,12 @@ from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
+REPORTED = "it is reported already"
+APART: dict[str, str] = {
+    "equal": "apart from that, it is equal to torch",
+    "partial": "apart from that, it is equal to torch as far as it ran",
+}
+
 
 @dataclass
 class Walk:
@@ -171,3 +177,13 @@ def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:
 def recorded(module: nn.Module, run: ModelRun, source: Tensor, target: Tensor | None) -> Run:
     """Run a model once, and record it."""
     return Call(run.call, (source, target), module=module).run(read=False)
+
+
+def add_apart_from(report: Report, other: Report) -> None:
+    """Add what is found once the norms, which some well-known model has, are taken for intended: they may hide it."""
+    known = {one.name for one in report.findings}
+    report.findings += [one for one in other.findings if one.name not in known]
+    if other.verdict in APART:
+        report.notes.append(APART[other.verdict])
+    elif other.reason:
+        report.notes.append(f"apart from that: {other.reason}")

@@ -33,7 +33,16 @@ from equivalence_tests.checker.layers.one_layer import (
     with_memory,
     with_positions,
 )
-from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, one_of_each, recorded
+from equivalence_tests.checker.layers.walk import (
+    REPORTED,
+    Walk,
+    add_apart_from,
+    is_inside,
+    layers_of,
+    mark_of,
+    one_of_each,
+    recorded,
+)
 from equivalence_tests.checker.layers.wholes import (
     Whole,
     hold_whole,
@@ -69,11 +78,6 @@ FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)\)")  # two precisions
 CROSS = re.compile(r"cross|memory|context|encoder")
 NO_MEMORY = "cross_attention_from_decoder"
-REPORTED = "it is reported already"
-APART: dict[str, str] = {
-    "equal": "apart from that, it is equal to torch",
-    "partial": "apart from that, it is equal to torch as far as it ran",
-}
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
 OF_LAYER = "the layer that holds it may leave the residual to it"  # where that adds one, too, its wiring says so
 
@@ -83,18 +87,8 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     report = _examine_in_sizes(found, name, adapter)
     if report.findings and all(one.stage == "norm" and one.on_purpose_in for one in report.findings):
         known = {one.name: REPORTED for one in report.findings}
-        _add_apart_from(report, _examine_in_sizes(found, name, replace(adapter, intended=known | {**adapter.intended})))
+        add_apart_from(report, _examine_in_sizes(found, name, replace(adapter, intended=known | {**adapter.intended})))
     return report
-
-
-def _add_apart_from(report: Report, other: Report) -> None:
-    """Add what is found once the norms, which some well-known model has, are taken for intended: they may hide it."""
-    known = {one.name for one in report.findings}
-    report.findings += [one for one in other.findings if one.name not in known]
-    if other.verdict in APART:
-        report.notes.append(APART[other.verdict])
-    elif other.reason:
-        report.notes.append(f"apart from that: {other.reason}")
 
 
 def _examine_in_sizes(found: Any, name: str, adapter: Adapter) -> Report:
