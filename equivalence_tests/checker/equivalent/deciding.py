@@ -179,9 +179,9 @@ def left_over(program: Program, call: Call, layout: Layout, comparison: Comparis
 
 
 def _tables(program: Program, values: Values) -> Iterator[Tensor]:
-    """All that it computes for each query and key: of all heads, averaged, and of each."""
+    """All that it computes for each query and key: of all heads, averaged, over the samples too, and of each."""
     scores, weights, products = program.scores(values), program.weights(values), program.products(values)
-    yield from (scores, weights, weights.mean(1), weights.sum(1), products)
+    yield from (scores, weights, weights.mean(1), weights.mean((0, 1)), weights.sum(1), products)
     yield from (head for x in (weights, scores, products) for head in x.unbind(1))
 
 

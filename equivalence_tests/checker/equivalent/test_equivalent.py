@@ -403,6 +403,12 @@ class ReturnsItsScores(Base):
         return self.o(self.merge(scores.softmax(-1) @ v)), scores - self.less
 
 
+class ReturnsMeanWeights(ReturnsItsScores):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out, scores = super().forward(x)
+        return out, scores.softmax(-1).mean((0, 1))
+
+
 class ReturnsOtherScores(ReturnsItsScores):
     less = 1
 
@@ -413,7 +419,7 @@ def test_an_equal_lists_each_step_of_its_program() -> None:
 
 
 def test_what_comes_back_beside_the_output_is_compared_too() -> None:
-    assert verify(ReturnsItsScores).verdict == "equal"
+    assert verify(ReturnsItsScores).verdict == verify(ReturnsMeanWeights).verdict == "equal"
     other = verify(ReturnsOtherScores)
     assert (other.verdict, [one.what for one in other.not_exercised]) == ("partial", ["output 2"])
 
