@@ -15,8 +15,9 @@ from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import storage_of
 from equivalence_tests.checker.reach.arguments import Sizes
-from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.masking import MaskForm, draw_masks
 from equivalence_tests.checker.reach.state import ask, attempt, changed_by_calls, held_by, keeping_state
 from equivalence_tests.checker.reach.syntax import function_at
 from equivalence_tests.checker.reach.tracing import tensors_of
@@ -43,6 +44,31 @@ def kept_of_other_sizes(situation: Situation) -> list[Departure]:
     claim = f"After a call with {trial.sizes.batch} samples, one with {more.batch} samples of the same lengths {what}."
     facts = {"what": " and ".join(names), "claim": claim}
     return [Departure("kept_of_other_sizes", "call", None, facts, frames=_keeping(module, names))]
+
+
+def kept_masks(situation: Situation) -> list[Departure]:
+    """Name what keeps the mask of one call, and hides by it in a later one that is given another."""
+    trial, module, form = situation.trial, situation.subject.module, situation.understood
+    names = changed_by_calls(module)
+    if module is None or not names or form is None or situation.subject.adapter.call is not None:
+        return []
+    inputs = trial.inputs(seed=167)
+    batch, queries = inputs.query.shape[:2]
+    first, second = (draw_masks(form.pattern, batch, queries, inputs.key.size(1), seed) for seed in (5, 6))
+    turns = ((second,), (second, second), (first, second))
+    fresh, same, after = (ask(partial(_masked_in_turn, trial, form, inputs, masks)).value for masks in turns)
+    if fresh is None or same is None or after is None or not torch.equal(same, fresh) or torch.equal(after, fresh):
+        return []
+    claim = "After a call with one mask, a call with another returns other numbers than without the first."
+    return [Departure("kept_mask", "call", None, {"claim": claim}, frames=_keeping(module, names))]
+
+
+@torch.no_grad()
+def _masked_in_turn(trial: Trial, form: MaskForm, inputs: Inputs, masks: Sequence[Tensor]) -> Tensor:
+    """Call a copy with each of some masks, and give the last output."""
+    one = replace(trial, function=copy.deepcopy(trial.function))
+    calls = (one.returned(replace(inputs, may_attend=may), mask=form, changing=True) for may in masks)
+    return [one.output_in(returned) for returned in calls][-1]
 
 
 def written_arguments(situation: Situation) -> list[Departure]:

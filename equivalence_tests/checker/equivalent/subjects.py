@@ -23,7 +23,7 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import built_alike, cover, cover_fewer_masks, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
-from equivalence_tests.checker.engine.kept import kept_of_other_sizes, written_arguments
+from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_sizes, written_arguments
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
@@ -322,6 +322,8 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     situation.other_masks = [replace(situation, trial=trial) for trial in other_masks(situation.trial)]
     masked = [situation, *situation.other_masks]
     add(of_all_masks(masked, report))
+    for each in masked:
+        add(kept_masks(each))
     add(of_other_queries(situation))
     if not more:
         add(hidden_together(masked))

@@ -119,6 +119,19 @@ CALLS = (
         ),
         of="causal",
     ),
+    rows("call")(
+        "kept_mask",
+        "The mask of one call is stored, and used again in a later call that is given another.",
+        ("the mask of an earlier call", "the mask of this call"),
+        "Use the mask of each call, and store only what depends on none of its arguments.",
+        ("self.num_heads = num_heads", "self.num_heads, self.hidden = num_heads, None"),
+        (
+            "scores = scores.masked_fill(mask, -math.inf)",
+            "if self.hidden is None or self.hidden.shape != mask.shape:\n"
+            "                self.hidden = mask\n"
+            "            scores = scores.masked_fill(self.hidden, -math.inf)",
+        ),
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------- what may be intended
