@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import HIDING, MEASURED, TABLE, near
 from equivalence_tests.checker.engine.vocabulary import STOPS_GRADIENTS
-from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.comparing import OF_ARGUMENTS, WRITTEN_INTO, Comparison, Difference
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import first_alike
@@ -132,11 +132,15 @@ def differs(report: Report, worst: Difference) -> None:
     )
 
 
-def gradients_stopped(report: Report, operations: Iterable[Operation], worst: Difference) -> None:
+def gradients_stopped(report: Report, runs: Iterable[Run], worst: Difference) -> None:
     """Name the lines that stop a gradient, where whole outputs agree and that of an argument does not."""
     if not worst.what.startswith(OF_ARGUMENTS) or not math.isfinite(worst.size):
         return
-    places = dict.fromkeys(one.frames for one in operations if one.name in STOPS_GRADIENTS and one.frames)
+    live = (run.operations[index] for run in runs for index in run.live())
+    stopping = (
+        one for one in live if one.name in STOPS_GRADIENTS and any(one.origins)
+    )  # what no argument is in has none
+    places = dict.fromkeys(one.frames for one in stopping if one.frames)
     evidence = f"The output is torch's; the {worst.what} differs by {worst.size:.2g} of the largest value."
     found = [found_mistake("gradient_stopped", stack=code_lines(frames), evidence=evidence) for frames in places]
     report.findings += found

@@ -244,9 +244,8 @@ def hold(report: Report, situation: Situation) -> None:
     decide(report, holding, situation.subject.adapter.intended)
     for failed in _failing(holding):
         report.checks.append(failed)
-        run = situation.found.run if failed.name not in situation.subject.adapter.intended else None
-        live = () if run is None else (run.operations[index] for index in run.live())
-        gradients_stopped(report, live, holding.comparison.worst)
+        if failed.name not in situation.subject.adapter.intended:
+            gradients_stopped(report, [situation.found.run], holding.comparison.worst)
         report.findings += [found_mistake("weights_not_those_used", stage="checks")] if holding.agrees else []
         report.equivalent = report.equivalent if holding.agrees else None
     judge_checks(report)

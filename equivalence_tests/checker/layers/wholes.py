@@ -14,7 +14,6 @@ from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
-from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import (
     accuse_with_proof,
@@ -91,11 +90,6 @@ class Whole:
         """The equivalents of its parts, by path."""
         right = {path: one.equivalent for path, one in self.reports.items() if one.verdict in ("equal", "partial")}
         return {path: one for path, one in right.items() if one is not None and one.source and path in self.kinds}
-
-    @property
-    def live(self) -> list[Operation]:
-        """The operations on which an output depends."""
-        return [run.operations[index] for run in self.runs.values() for index in run.live()]
 
     @property
     def positions(self) -> set[str]:
@@ -265,7 +259,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     report.notes += [f"{one.what}: {NEVER_READ}" for one in report.coverage if one.detail == NEVER_READ]
     if not found.agrees:
         differs(report, whole.worst)
-        gradients_stopped(report, whole.live, whole.worst)
+        gradients_stopped(report, whole.runs.values(), whole.worst)
         return False
     evidence = whole.evidence(report)
     report.equivalent = replace(found, steps=tuple((step.words, said) for step, said in evidence.items()))

@@ -160,6 +160,21 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault(f"{Path(path).name} imports itself", "Remove this import.")
         case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
             return _not_in_file(other, wanted[1])
+        case AttributeError():
+            return _lacking(error, name, last)
+        case TypeError():
+            return _misfit(str(error), last)
+        case NotImplementedError() if outside := _forward_outside(error):
+            why = "its class has none: this one is outside it"
+            return Fault(why, "Indent it as the class's methods are.", outside)
+        case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
+            return Fault("a mask is a tensor, which is neither True nor False", "Test whether it is not None.")
+    return None
+
+
+def _lacking(error: AttributeError, name: str, last: TracebackType) -> Fault | None:
+    """Say why an object has no attribute of this name, whatever the arguments are."""
+    match error:
         case AttributeError(obj=ModuleType() as module):
             return _not_in_module(module, name)
         case AttributeError(obj=torch.Tensor()) if not any(hasattr(one, name) for one in (np.ndarray, str, list, dict)):
@@ -169,13 +184,6 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault("nn.Module's own __init__ has not run", "Call super().__init__() before this line.")
         case AttributeError(obj=nn.Module() as owner) if last.tb_frame.f_locals.get("self") is owner:
             return _not_in_self(owner, name, last)
-        case TypeError():
-            return _misfit(str(error), last)
-        case NotImplementedError() if outside := _forward_outside(error):
-            why = "its class has none: this one is outside it"
-            return Fault(why, "Indent it as the class's methods are.", outside)
-        case RuntimeError() if str(error).startswith("Boolean value of Tensor") and _is_tested_mask(last):
-            return Fault("a mask is a tensor, which is neither True nor False", "Test whether it is not None.")
     return None
 
 
