@@ -133,6 +133,14 @@ def test_what_stands_around_any_function_is_called_with_an_attention(
     assert (report.verdict, report.mistakes) == (verdict, names), report
 
 
-def test_what_is_taken_apart_is_no_attention() -> None:
+class Projected(Sublayer):
+    """Holds a matrix, so that it may be the attention, and what it is handed something else."""
+
+    def __init__(self, size: int, dropout: float) -> None:
+        super().__init__(size, dropout)
+        self.out = nn.Linear(size, size)
+
+
+def test_what_is_taken_apart_or_projected_is_no_attention() -> None:
     assert names_with_sublayer(Sublayer(6, 0.1)) == ("x", "sublayer")
-    assert names_with_sublayer(TakesAPart(6, 0.1)) is None
+    assert names_with_sublayer(TakesAPart(6, 0.1)) is names_with_sublayer(Projected(6, 0.1)) is None

@@ -65,7 +65,7 @@ def test_a_layer_that_adds_it_once_more_is_wrong(wiring: tuple[str, str], tmp_pa
 
 @pytest.mark.parametrize("stopped", ["x.detach()", "x.data", "x.clone().detach()"])
 def test_a_residual_whose_gradient_is_stopped_is_found(stopped: str, tmp_path: Path) -> None:
-    taken = ("x = self.norm1(ADDED)", f"self.norm2({stopped} + self.ff(x))")
+    taken = ("x = self.norm1(ADDED + x.new_zeros(1).detach())", f"self.norm2({stopped} + self.ff(x))")
     said = report_on("self.attn(x)", taken, tmp_path)
     assert said.startswith(f"deviates ('gradient_stopped',) ['return {taken[1]}']"), said
 
