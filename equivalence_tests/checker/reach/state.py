@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import inspect
 import io
 import itertools
@@ -312,17 +311,10 @@ def _asks_for(kind: type, name: str) -> bool:
     return bool(re.search(rf"hasattr\(self, [\"']{name}[\"']\)", source_of(kind)))
 
 
-@functools.lru_cache(maxsize=256)
-def _is_set_again(source: str, name: str) -> bool:
-    """Whether the text of a class sets an attribute of this name in more than one line, as what is made once is."""
-    return len(re.findall(rf"\bself\.{name}\s*(?::[^=\n]+)?=(?!=)", source)) > 1
-
-
 def _held_by(child: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """List what a module remembers: tensors beside its parameters, tables, counts, and None where a cache may be."""
     for name, value in itertools.chain(vars(child).items(), child._buffers.items()):
-        later = value is None and (CACHE.search(name) or _is_set_again(source_of(type(child)), name))
-        kept = type(value) in PLAIN or isinstance(value, Tensor) or later
+        kept = type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name))
         if kept and name not in OF_ANY_MODULE:
             yield child, name, value
 
