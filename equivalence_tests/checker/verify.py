@@ -11,7 +11,6 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from equivalence_tests.checker.engine.pooling import POOLING
 from equivalence_tests.checker.equivalent.reading import SEVERAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
@@ -234,7 +233,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
 
 def _says_enough(report: Report, holds_more: bool) -> bool:
     """Whether a report is of what the code is, so that it is not taken for something else."""
-    if report.verdict != "unchecked" or CRASHES.in_calls or report.equivalent or report.kind == POOLING:
+    if report.verdict != "unchecked" or CRASHES.in_calls or report.equivalent:
         return True
     return not holds_more and bool(report.unread or any(check.outcome == "passed" for check in report.checks))
 

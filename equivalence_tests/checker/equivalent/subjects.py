@@ -27,7 +27,6 @@ from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_size
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
-from equivalence_tests.checker.engine.pooling import judge_pooling
 from equivalence_tests.checker.engine.probing import (
     crossing,
     in_training,
@@ -41,7 +40,6 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.ran import drawn_in, never_hid
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
-from equivalence_tests.checker.engine.relative_terms import of_other_queries
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
@@ -90,9 +88,9 @@ def examine_attention(
         report = _watched(subject, errors)
         if report is not None and (report.verdict != "unchecked" or report.equivalent or report.unread):
             return report
-        other = _of_another_output(subject, report)
-        if other is not None:
-            return other
+        weighing = _weighing(subject) if report is None or report.reason.startswith(NO_ATTENTION) else None
+        if weighing is not None:
+            return weighing
         unread += [report] if report is not None else []
         absent = [text for text in errors if text.startswith("ModuleNotFoundError")]
         if (absent or CRASHES.in_calls) and not unread:
@@ -102,15 +100,6 @@ def examine_attention(
     if not unread:
         raise CannotCheckError(_cannot_call(errors))
     return unread[0]
-
-
-def _of_another_output(subject: Subject, report: Report | None) -> Report | None:
-    """Check code that returns the weights of an attention alone, or one vector for each sample."""
-    weighing = _weighing(subject) if report is None or report.reason.startswith(NO_ATTENTION) else None
-    pooled = judge_pooling(subject) if subject.module is not None else None
-    if weighing is None or (weighing.verdict == "unchecked" and pooled is not None and pooled.verdict == "deviates"):
-        return pooled
-    return weighing
 
 
 def _weighing(subject: Subject) -> Report | None:
@@ -238,15 +227,7 @@ def _departures(situation: Situation, report: Report) -> list[Departure]:
         departures += _beyond(situation, departures, report)
     if any(departure.name == "norm_fresh_in_forward" for departure in departures):
         departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
-    return _in_one_call(departures)
-
-
-def _in_one_call(departures: list[Departure]) -> list[Departure]:
-    """Give what departs as it was seen in the call in which a bias can be put right: elsewhere this hides the proof."""
-    seen = next((one.seen_in for one in departures if one.stage == "bias" and one.patches), None)
-    there = [] if seen is None else seen[0].departures[seen[1]]
-    known = {(one.name, one.lines): one for one in there}
-    return [known.get((one.name, one.lines), one) for one in departures]
+    return departures
 
 
 def _beyond_the_call(report: Report, situation: Situation) -> None:
@@ -324,7 +305,6 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(of_all_masks(masked, report))
     for each in masked:
         add(kept_masks(each))
-    add(of_other_queries(situation))
     if not more:
         add(hidden_together(masked))
     if all(one.evidence for one in (*found, *more)):
