@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.running import Call, in_dtype, inputs_of
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.comparing import Case
-from equivalence_tests.checker.equivalent.locating_in_call import locate_in_call
+from equivalence_tests.checker.equivalent.locating import locate_in_call
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.walk import mark_of

@@ -112,7 +112,7 @@ class Proving:
 
     def _run(self, seed: int, patches: Mapping[int, Patch]) -> Tensor:
         run = self.situation.call.run(patches, seed=seed, read=False)
-        return self.layout.outward(self.layout.output(run.output)).double()
+        return self.layout.tokens(run.output).double()
 
     def _around(self, path: str) -> tuple[Operation | None, int]:
         """What gives the averaged values to the output projection, or back, and the first operation behind that."""

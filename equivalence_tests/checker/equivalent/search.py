@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any
@@ -167,6 +168,14 @@ def look_closer(report: Report, locate: Callable[[Report], None]) -> None:
         report.findings, report.equivalent, report.checks = other.findings, other.equivalent, other.checks
 
 
+@contextmanager
+def left_out_of(module: nn.Module | None, repair: Repair) -> Iterator[None]:
+    """Let a module run without an expression."""
+    assert module is not None  # it is what is called
+    with mock.patch.object(module, "forward", wraps(module.forward)(partial(repair.run, module.forward))):
+        yield
+
+
 def rest_of_module(
     search: Search, read: Callable[[], Equivalent | None], weights: tuple[str, ...] = ()
 ) -> Callable[[Repair], Rest | None]:
@@ -175,8 +184,7 @@ def rest_of_module(
     assert module is not None  # a function of a part is made one
 
     def rest(repair: Repair) -> Rest | None:
-        forward = wraps(module.forward)(partial(repair.run, module.forward))
-        with mock.patch.object(module, "forward", forward):
+        with left_out_of(module, repair):
             found = read()
         rounding = SINGLE if found is not None and found.difference > EXACT else EXACT
         return Rest(found, partial(computed, found), rounding) if found is not None and found.agrees else None

@@ -43,6 +43,10 @@ class Layout:
         steps = dict.fromkeys(plan.steps, step)
         return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)
 
+    def tokens(self, returned: Any) -> Tensor:
+        """Give the output in what came back, as (batch, tokens, features)."""
+        return self.outward(self.output(returned))
+
     def values(self, call: Call, instead: Mapping[int, Tensor] | None = None) -> Values:
         """Give the tokens among the arguments of a call, each as (batch, tokens, features), its tables and parameters.
 
