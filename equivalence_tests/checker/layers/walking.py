@@ -6,6 +6,7 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 """
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,13 +44,7 @@ from equivalence_tests.checker.layers.walk import (
     one_of_each,
     recorded,
 )
-from equivalence_tests.checker.layers.wholes import (
-    Whole,
-    hold_whole,
-    hold_with_memory,
-    locate_in_whole,
-    prove_wiring,
-)
+from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, prove_wiring
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import (
     BY_DATA_FLOW,
@@ -207,11 +202,9 @@ def _judged_as_a_whole(walk: Walk, run: ModelRun | None, subject: Subject) -> Re
         prove_wiring(report, whole, walk.repairs)
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
-        if report.verdict == "partial":
-            hold_with_memory(report, whole, with_memory(walk, walk.module))
-        if report.verdict == "partial":
-            for other in whole.handed_positions(report, with_positions(walk, walk.module)):
-                _hold(report, other)
+        ways = itertools.chain(with_memory(walk, walk.module), with_positions(walk, walk.module))
+        for other in whole.handed(report, ways) if report.verdict == "partial" else ():
+            _hold(report, other)
     return report
 
 

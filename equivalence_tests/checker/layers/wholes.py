@@ -54,7 +54,6 @@ WORDS = "a Transformer of torch's parts", "one"
 UNTRIED = "it is passed here, but the part alone could not be checked with it"
 HANDED = "it was passed, and compared with a program of torch's parts"
 IDLE = "it was passed, and the output is the same without it"
-APART = "the program is that of calls with it, and was not shown to be that of calls without it"
 
 
 @dataclass
@@ -70,13 +69,11 @@ class Whole:
     heads: int = 1  # how many heads a mask may be repeated for
     masks: Sequence[Mask] = ()  # the masks that it is known to take
     intended: Mapping[str, str] = field(default_factory=dict)
-    plain: Calls | None = None  # the same without the positions that it is handed, where these may be left out
     steps: tuple[Step, ...] = ()
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
     normalises: bool = False  # whether it is given data, which it normalises
-    apart: str = ""  # the positions without which the program does not hold
 
     @cached_property
     def calls(self) -> Calls:
@@ -91,17 +88,24 @@ class Whole:
         right = {path: one.equivalent for path, one in self.reports.items() if one.verdict in ("equal", "partial")}
         return {path: one for path, one in right.items() if one is not None and one.source and path in self.kinds}
 
-    @property
-    def positions(self) -> set[str]:
-        """The positions that may be left out."""
-        both = [] if self.plain is None else [calls.recorded(0, False).kwargs for calls in (self.calls, self.plain)]
-        return {*both[0]} - {*both[1]} if both else set()
+    def handed(self, report: Report, trials: Iterable[Trial]) -> Iterator["Whole"]:
+        """Give the whole as it is called with another sequence, or positions, that no call has handed over.
 
-    def handed_positions(self, report: Report, trials: Iterable[Trial]) -> Iterator["Whole"]:
-        """Give the whole as it is called with positions that no call has handed over, if there is a way."""
-        left = [one.what for one in report.not_exercised if ADDED_POSITIONS.search(one.what.partition(" ")[0].lower())]
-        for trial in trials if left else ():
-            yield replace(self, run=run_layer(trial), plain=self.calls, steps=(), runs={}, why="")
+        All that runs without them has to run with them, too.
+        """
+        left = {one.what.partition(" ")[0] for one in report.not_exercised}
+        asked = any(role_of_parameter(one) == "memory" or ADDED_POSITIONS.search(one.lower()) for one in left)
+        for trial in (one for one in (trials if asked else ()) if not left.isdisjoint(dict(one.plan.roles))):
+            run = run_layer(trial)
+            own = self.run.target is None and run.target is not None  # its only tokens have become the target
+            masks = [mask.of_the_target() for mask in self.masks] if own else self.masks
+            other = replace(self, run=run, masks=masks, steps=(), runs={}, why="")
+            if (ask(other.called).value or set()) >= self.called():
+                yield other
+
+    def called(self) -> set[str]:
+        """Name the sub-modules that run in it."""
+        return {call.path for call in self._run(0, False).recorder.calls}
 
     def given_to(self, path: str) -> set[str]:
         """Name the arguments in which a part, or with "" the whole, is given tensors."""
@@ -142,9 +146,6 @@ class Whole:
                     continue
                 if found.agrees:
                     return found
-        if self.plain is not None and (found is None or not found.agrees):  # one program for the positions alone
-            self.apart, self.plain = " and ".join(sorted(self.positions)), None
-            return self.equivalent()
         if found is None:
             raise why
         return found
@@ -210,7 +211,7 @@ class Whole:
     def _written(self, masked: bool, parts: Mapping[str, Equivalent]) -> WholeWriter:
         optional = {mask.name for mask in self.calls.masks if masked and self._may_be_none(mask.name)}
         recorders = self._run(0, masked).recorder, self._run(1, masked).recorder
-        return WholeWriter(self.module, recorders, parts, optional | self.positions)
+        return WholeWriter(self.module, recorders, parts, optional)
 
     def _may_be_none(self, name: str) -> bool:
         found = inspect.signature(self.module.forward).parameters.get(name)
@@ -220,12 +221,7 @@ class Whole:
     def _compared(self, source: str, handed: tuple[str, ...], masked: bool) -> Equivalent:
         steps = tuple((step.words, step.evidence) for step in self.steps)
         program = Equivalent(source, "", source_of(self.function), handed, steps)
-        calls = [*self.calls.compared(masked)]
-        if self.plain is not None:
-            names = " and ".join(sorted(self.positions))
-            calls = [(f"{words} with {names}", call, seed) for words, call, seed in calls]
-            calls += [(f"{words} without {names}", call, seed) for words, call, seed in self.plain.compared(masked)]
-        masks = {*self.run.masks}
+        calls, masks = self.calls.compared(masked), {*self.run.masks}
         cases = (Case(replace(call, seeds=self._seeds(call, masks)), None, words, seed) for words, call, seed in calls)
         found = held(WrittenPart(program), cases, joined_output, self._tolerance(masked))
         for error in (one for _, one in found.left_out if not isinstance(one, UnreadError)):
@@ -267,8 +263,6 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]
-    if whole.apart:
-        report.coverage.append(Exercise(f"a call without {whole.apart}", False, APART))
     untried = (
         (path, one.what) for path in whole.kinds if path in whole.reports for one in whole.reports[path].not_exercised
     )
@@ -285,26 +279,6 @@ def _as_handed(one: Exercise, whole: Whole) -> Exercise:
         return one
     takes_part = bool(path) or whole.takes_part(name)
     return replace(one, exercised=True, detail=HANDED) if takes_part else replace(one, detail=IDLE)
-
-
-def hold_with_memory(report: Report, whole: Whole, trials: Iterable[Trial]) -> None:
-    """Compare a layer once more with the other sequence that it may be given, if nothing has shown what that does."""
-    left = [one for one in report.not_exercised if role_of_parameter(one.what) == "memory"]
-    for trial in trials if left else ():
-        run = run_layer(trial)
-        own = whole.run.target is None and run.target is not None  # its only tokens have become the target
-        masks = [mask.of_the_target() for mask in whole.masks] if own else whole.masks
-        other = replace(whole, run=run, masks=masks, steps=(), runs={}, why="")
-        try:
-            found = other.equivalent()
-        except UnreadError:
-            return
-        given = [one for one in left if one.what in dict(trial.plan.roles)]
-        if found.agrees and not found.not_run and other.is_explained(report):
-            said = "another sequence was passed too, and compared with a program of torch's parts"
-            kept = [one for one in report.coverage if one not in given]
-            report.coverage = [*kept, *(replace(one, exercised=True, detail=said) for one in given)]
-            report.verdict = "partial" if report.not_exercised else "equal"
 
 
 def locate_in_whole(report: Report, whole: Whole) -> None:
