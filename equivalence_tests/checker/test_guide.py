@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests import checker
 from equivalence_tests.__main__ import app
-from equivalence_tests.checker.doors.example import EXAMPLE
+from equivalence_tests.checker.doors.command import EXAMPLE
 from equivalence_tests.checker.engine.checks import all_checks
 from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 

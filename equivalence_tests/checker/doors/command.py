@@ -12,7 +12,6 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import NothingToCheckError, candidates, names_one_thing
-from equivalence_tests.checker.doors.example import EXAMPLE
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.intended import check_intended, reasons
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -23,6 +22,32 @@ from equivalence_tests.checker.reporting.report import Report
 
 WORST_FIRST = (1, 2, 3, 0)
 PRINTED = Path("-")
+# The attention that README and the guide check, with its mistake.
+EXAMPLE = """\
+import math
+
+from torch import nn
+
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, embed_dim, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, q, k, v, mask=None):
+        b, l, e = q.shape
+        q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+        q, k, v = (x.view(b, -1, self.num_heads, e // self.num_heads).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(e)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        context = scores.softmax(dim=-1) @ v
+        return self.out_proj(context.transpose(1, 2).reshape(b, l, e))
+"""
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -108,9 +133,6 @@ def verify_command(
             help="Print an attention with a mistake to try this on: the my_attention.py of the README.",
         ),
     ] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the code too, and compare it with itself in eager mode.")
-    ] = False,
     timeout: Annotated[float, typer.Option(help="CPU seconds allowed for each target.", min=1)] = 120.0,
     memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory allowed for each target.", min=256)] = 4096,
 ) -> None:
@@ -122,10 +144,10 @@ def verify_command(
     del example  # its callback has answered already
     files = {to_json: json_file, to_junit: junit_file, to_sarif: sarif_file}
     printed = [*files.values()].count(PRINTED) + equivalent + template
-    _refuse_options(kind, inputs, adapter, printed, template, compiled)
+    _refuse_options(kind, inputs, adapter, printed, template)
     excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
     console = Console(stderr=bool(printed))
-    pattern = Request("", inputs, kind, adapter, excused, run_all, compiled)
+    pattern = Request("", inputs, kind, adapter, excused, run_all)
     requests, unread = _requests(targets, console, pattern, skip_empty)
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
     if PRINTED not in files.values():
@@ -145,7 +167,7 @@ def verify_command(
     raise typer.Exit(VERDICTS["equal"] if skip_empty and not reports else _status(reports, allow_partial))
 
 
-def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, template: bool, compiled: bool) -> None:
+def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, template: bool) -> None:
     """Refuse options that do not go together, and a kind that there is not; so many of them print."""
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
@@ -156,8 +178,6 @@ def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, t
         raise typer.BadParameter(
             "shows the call that is worked out: leave --inputs and --adapter out", param_hint="--template"
         )
-    if compiled and inputs:
-        raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
 
 
 def _requests(

@@ -19,12 +19,11 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held, case_of, signature_of
 from equivalence_tests.checker.equivalent.parameters import Layer, Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart
-from equivalence_tests.checker.equivalent.plain import MADE_OF, argument_of
-from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
+from equivalence_tests.checker.equivalent.proving import MADE_OF, argument_of
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
-from equivalence_tests.checker.equivalent.writer import Text, Writer
+from equivalence_tests.checker.equivalent.writer import LAYOUTS, Signature, Text, Writer
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments

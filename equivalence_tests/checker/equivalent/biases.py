@@ -11,11 +11,9 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.windows import Windows, read_windows
-from equivalence_tests.checker.equivalent.blocks import apart_in, steps_to
 from equivalence_tests.checker.equivalent.expressions import Values
-from equivalence_tests.checker.equivalent.operands import OperandReader, Slice
-from equivalence_tests.checker.equivalent.parameters import paired
-from equivalence_tests.checker.equivalent.relative import Relative, read_relative
+from equivalence_tests.checker.equivalent.operands import OperandReader, Relative, Slice, read_relative
+from equivalence_tests.checker.equivalent.parameters import apart_in, paired, steps_to
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, SINGLE, places_in
 

@@ -37,14 +37,13 @@ from equivalence_tests.checker.equivalent.deciding import (
 from equivalence_tests.checker.equivalent.expressions import Given, Values, of_kind
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart
-from equivalence_tests.checker.equivalent.plain import argument_of
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving
+from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving, argument_of
 from equivalence_tests.checker.equivalent.reading import read
-from equivalence_tests.checker.equivalent.signatures import Signature
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
+from equivalence_tests.checker.equivalent.writer import Signature
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import WINDOWS, Trial

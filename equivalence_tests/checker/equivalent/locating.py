@@ -14,11 +14,10 @@ from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.equivalent.calls import add_departures_of_weights
+from equivalence_tests.checker.equivalent.calls import add_departures_of_weights, apart, holding_of, redrawn, unwritten
 from equivalence_tests.checker.equivalent.deciding import Holding
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held
-from equivalence_tests.checker.equivalent.one_call import apart, holding_of, redrawn, unwritten
 from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.equivalent.search import Rest, Search, left_out_of
 from equivalence_tests.checker.equivalent.unread import UnreadError

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made, Values
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Parameters, blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
 from equivalence_tests.checker.equivalent.steps import Step

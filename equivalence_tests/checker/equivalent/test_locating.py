@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.equivalent.doubting import of_its_values
+from equivalence_tests.checker.equivalent.search import of_its_values
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.right import broken
 

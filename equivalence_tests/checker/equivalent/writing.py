@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.blocks import index_of
 from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of, of_kind
-from equivalence_tests.checker.equivalent.operands import Projection, first_alike
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.operands import Projection, Relative, first_alike
+from equivalence_tests.checker.equivalent.parameters import Parameters, index_of
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
-from equivalence_tests.checker.equivalent.relative import Relative
 from equivalence_tests.checker.equivalent.rotation import Rotation
-from equivalence_tests.checker.equivalent.signatures import LAYOUTS, Signature
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.writer import Text, Writer
+from equivalence_tests.checker.equivalent.writer import LAYOUTS, Signature, Text, Writer
 from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.calling import OF_PIXELS, WINDOWS
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.helpers_for_tests import line_of
-from equivalence_tests.checker.layers.whole_series import normalised
+from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_values import places_of
 from equivalence_tests.checker.verify import verify
 

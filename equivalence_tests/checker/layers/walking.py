@@ -21,9 +21,8 @@ from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in, never_cut
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.equivalent.calls import WHOLE, diagnose_call
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_with_proof
-from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.steps import RESIDUAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import WHOLE_MODEL, add_model, say_that_it_does_not_run

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.layers.whole_beside import Conditions, Hidden
-from equivalence_tests.checker.layers.whole_series import Series
+from equivalence_tests.checker.layers.whole_beside import Conditions, Hidden, Series
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     Labels,

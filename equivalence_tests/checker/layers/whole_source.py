@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
-from equivalence_tests.checker.equivalent.constructors import LISTS, constructor, made_of, own_lines, reached
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.texts import Code, arguments_text
+from equivalence_tests.checker.equivalent.texts import (
+    LISTS,
+    Code,
+    arguments_text,
+    constructor,
+    made_of,
+    own_lines,
+    reached,
+)
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Writer
 from equivalence_tests.checker.layers.whole_calls import bound

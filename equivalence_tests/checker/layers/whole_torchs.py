@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.watching import Recorder
-from equivalence_tests.checker.equivalent.constructors import called_with
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.signatures import HIDES
+from equivalence_tests.checker.equivalent.texts import called_with
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.writer import Text, Writer
+from equivalence_tests.checker.equivalent.writer import HIDES, Text, Writer
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.layers.whole_values import Labels, Made
 from equivalence_tests.checker.reporting.equivalents import Equivalent

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
-from equivalence_tests.checker.equivalent.constructors import constructor
+from equivalence_tests.checker.equivalent.texts import constructor
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS
 from equivalence_tests.checker.reporting.lines import Frames
