@@ -23,6 +23,7 @@ def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
     return f"{tmp_path / 'mine.py'}:Attention"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("line", "instead", "name"),
     [

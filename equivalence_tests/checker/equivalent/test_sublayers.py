@@ -118,6 +118,7 @@ def test_attention_written_in_a_layer_is_followed_with_all_around_it(name: str, 
     assert verdict(name, tmp_path)[0] == "equal"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [

@@ -67,6 +67,7 @@ def attention_of_queries(query: Tensor, key: Tensor) -> Tensor:
     return (query @ key.transpose(-2, -1) / query.size(-1) ** 0.5).softmax(-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("right", [LooksBack, OfHeads, OfHeadsBehindQueries, weights_of])
 def test_weights_that_come_back_alone_are_compared_with_torch(right: Any) -> None:
     report = verify(right)
@@ -76,6 +77,7 @@ def test_weights_that_come_back_alone_are_compared_with_torch(right: Any) -> Non
     assert "returns the weights alone" in " ".join(report.notes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
@@ -109,6 +111,7 @@ class CannotBeCopied(Affinities):
         self.lock = threading.Lock()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("other", [scores_of, matches, Affinities, CannotBeCopied])
 def test_what_comes_back_and_is_not_called_attention_or_is_no_weights_is_not_accused(other: Any) -> None:
     report = verify(other)

@@ -82,6 +82,7 @@ def test_a_layer_that_may_do_without_positions_is_held_without_and_with_them(tmp
     assert [one.detail for one in given] == ["it was passed, and compared with a program of torch's parts"] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -90,6 +90,7 @@ def test_hidden_tokens_may_be_set_to_0(end: str, required: bool, tmp_path: Path)
     assert "the tokens that are hidden are set to 0. Intended: mask says that they are no tokens" in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", WRONG)
 def test_what_is_done_to_tokens_only_where_a_mask_is_handed_over_is_not_passed_over(end: str, tmp_path: Path) -> None:
     said = report_on(TEXT.replace(END, end), "EncoderLayer", tmp_path)
@@ -174,6 +175,7 @@ TABLE = "self.item_emb(torch.cat([pos_seqs, neg_seqs], -1))"
 JOINED = ITEMS.replace(END_OF_ITEMS, f"        return (found[:, -1:] @ {TABLE}.mT).squeeze(1)\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", [ITEMS, JOINED], ids=["each", "joined"])
 @pytest.mark.parametrize("signature", ["log_seqs, pos_seqs=None, neg_seqs=None", "x, pos_seqs, neg_seqs"])
 def test_items_may_be_optional_and_stand_beside_one_sequence_of_any_name(

@@ -240,6 +240,7 @@ WRONG_SETS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Pool", "Induce"])
 @pytest.mark.parametrize("wired", [POST_NORM, PRE_NORM], ids=["post-norm", "pre-norm"])
 def test_blocks_for_sets_may_have_norms_masks_and_a_feed_forward_that_is_handed_over(

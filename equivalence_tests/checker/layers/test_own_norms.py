@@ -68,6 +68,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
     return f"{report.verdict}: {' '.join(str(report).split())}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("name", ["Block", "CrossAttention"])
 def test_a_norm_of_each_token_needs_no_parameter(name: str, own: str, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_a_norm_of_each_token_needs_no_parameter(name: str, own: str, tmp_path: 
     assert f"{own} without a parameter. Intended: torch's own norm of each token, called by its name" in said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Block", "CrossAttention"])
 @pytest.mark.parametrize(("old", "new", "sentence"), WRONG, ids=[new for _, new, _ in WRONG])
 def test_a_norm_elsewhere_or_of_several_tokens_is_not_passed_over(
@@ -129,6 +131,7 @@ def test_a_norm_over_the_batch_may_stand_in_the_place_of_one_of_each_token(tmp_p
         assert "Intended: the sub-module norm1, a BatchNorm1d" in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("old", "new", "verdict"), WRONG_BATCH, ids=[new for _, new, _ in WRONG_BATCH])
 def test_mistakes_beside_norms_over_the_batch_are_found(old: str, new: str, verdict: str, tmp_path: Path) -> None:
     assert old in BATCH

@@ -63,6 +63,7 @@ def test_a_layer_that_adds_it_once_more_is_wrong(wiring: tuple[str, str], tmp_pa
     assert wiring[0].replace("ADDED", "x + self.attn(x)") in said, said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stopped", ["x.detach()", "x.data", "x.clone().detach()"])
 def test_a_residual_whose_gradient_is_stopped_is_found(stopped: str, tmp_path: Path) -> None:
     taken = ("x = self.norm1(ADDED + x.new_zeros(1).detach())", f"self.norm2({stopped} + self.ff(x))")
@@ -227,6 +228,7 @@ def test_tokens_that_change_places_in_each_of_two_layers_are_not_equal(tmp_path:
     assert report.verdict in ("unchecked", "deviates"), str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layers", "verdict", "mistakes", "left"),
     [

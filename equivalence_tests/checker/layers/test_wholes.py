@@ -183,6 +183,7 @@ def test_a_norm_of_what_a_sublayer_gives_is_a_step(tmp_path: Path) -> None:
     assert said["added normalises what mlp gives"] == "the sub-module added"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cut", "never"),
     [

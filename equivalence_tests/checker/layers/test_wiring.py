@@ -176,6 +176,7 @@ class SamplesRolled(BranchOfItsOwn):
         return x.roll(1, 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
@@ -505,6 +506,7 @@ class DropsBlocksInEval(SeriesModel):
         return super().place(x) * (1 + torch.rand(()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "names"),
     [
