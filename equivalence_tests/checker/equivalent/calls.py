@@ -210,7 +210,7 @@ def show_by_program(report: Report, found: Examination, judgement: Judgement) ->
     with contextlib.suppress(UnreadError):
         alone, layout = apart(found, judgement)
         holding = holding_of(alone, layout)
-        if holding.agrees:
+        if holding.comparison.agrees:
             report.findings = [_shown(one, alone.call, layout, holding) for one in report.findings]
 
 

@@ -40,11 +40,6 @@ class Holding:
     left_over: Mapping[str, bool] = field(default_factory=dict)  # what else comes back, and whether as a map
 
     @property
-    def agrees(self) -> bool:
-        """Whether whole outputs and gradients agree."""
-        return self.comparison.agrees
-
-    @property
     def unexplained(self) -> list[Step]:
         """The steps that nothing in the code says are intended."""
         return [step for step, said in self.evidence(()).items() if not said]
@@ -60,7 +55,7 @@ class Holding:
 
 def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> None:
     """Write into a report what a comparison of the whole says; the user gives reasons for what is intended, by name."""
-    if not holding.agrees:
+    if not holding.comparison.agrees:
         differs(report, holding.comparison.worst)
         return
     if explained(report, holding.evidence(report.intended), intended):

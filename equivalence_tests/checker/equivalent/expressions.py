@@ -19,12 +19,7 @@ from equivalence_tests.checker.reach.calling import columns_of
 from equivalence_tests.checker.reach.state import ask
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "softplus": F.softplus,
+    name: getattr(F, name) for name in ("sigmoid", "silu", "tanh", "relu", "gelu", "softplus")
 }
 OWN_NORM = "torch's own norm of each token, called by its name"
 # Of the features of each token, without a parameter.

@@ -151,7 +151,7 @@ class Held:
         theirs, handed = source_of(situation.subject.function), tuple(writer.writer.handed.values())
         found = Equivalent(source, why, theirs, handed, steps=holding.described(report.intended))
         found = holding.comparison.of(found)
-        if not source or not holding.agrees or self._gives_the_same(found, holding.comparison.tolerance):
+        if not source or not holding.comparison.agrees or self._gives_the_same(found, holding.comparison.tolerance):
             return found
         return replace(found, source="", unwritten=OTHER_NUMBERS)
 
@@ -245,8 +245,10 @@ def hold(report: Report, situation: Situation) -> None:
         report.checks.append(failed)
         if failed.name not in situation.subject.adapter.intended:
             gradients_stopped(report, [situation.found.run], holding.comparison.worst)
-        report.findings += [found_mistake("weights_not_those_used", stage="checks")] if holding.agrees else []
-        report.equivalent = report.equivalent if holding.agrees else None
+        if holding.comparison.agrees:
+            report.findings.append(found_mistake("weights_not_those_used", stage="checks"))
+        else:
+            report.equivalent = None
     judge_checks(report)
 
 
@@ -257,7 +259,7 @@ def _failing(holding: Holding) -> Iterator[CheckResult]:
         none = "the output carries no gradient: it is detached, or computed under no_grad"
         apart = f"the {what} differs by {size:.2g} of the largest value"
         yield CheckResult("check_gradients", "failed", none if what == NO_GRADIENTS else apart)
-    elif holding.agrees and any(holding.left_over.values()):
+    elif holding.comparison.agrees and any(holding.left_over.values()):
         yield CheckResult("check_returned_weights", "failed", "the maps that are returned are not the weights used")
 
 
@@ -269,7 +271,7 @@ def accuse(report: Report, situation: Situation) -> None:
     held, exact = Held(situation), None
     with contextlib.suppress(UnreadError):
         holding = held.holding()
-        exact = holding if holding.agrees else None
+        exact = holding if holding.comparison.agrees else None
     report.findings = [_shown(finding, situation, exact) for finding in report.findings]
     if exact is not None:
         report.equivalent = held.written(exact, report)

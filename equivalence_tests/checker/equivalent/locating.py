@@ -46,7 +46,7 @@ class _Rests:
         holding = read()
         evidence = holding.evidence([*self.report.intended, *map(finding_of, after)])
         unsaid = [step for step, said in evidence.items() if not said and step.stage not in OF_ANOTHER_SORT]
-        if not holding.agrees or unsaid:
+        if not holding.comparison.agrees or unsaid:
             return None
         written, rounding = self.written(holding, self.report), holding.comparison.tolerance
         return Rest(written, lambda seed: holding.program(self.values(seed)), rounding, self._goes(after))

@@ -92,32 +92,21 @@ class Watched:
 
     found: Examination
     layout: Layout
-    recorder: Recorder = field(init=False)
-    returned: Any = field(init=False)  # what the second run gave
+    call: Call = field(init=False)
+    judgement: Judgement = field(init=False)  # of the attention that is read
+    recorder: Recorder = field(init=False)  # of the run with gradients
+    operations: list[Operation] = field(init=False)  # of that
+    returned: Any = field(init=False)  # what that gave
     tolerance: float = field(init=False)  # what differs by less, relative to the largest value, is rounding
 
     def __post_init__(self) -> None:
+        self.call, self.judgement = self.found.call, self.found.judgements[0]
         cuts = dict.fromkeys(self._cut_off(), lambda recorder, operation: operation.outputs[0].value)
         run = self.call.run(cuts, read=False, gradients=True)
-        self.recorder, self.returned = run.recorder, run.output
+        self.recorder, self.operations, self.returned = run.recorder, run.operations, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
             raise UnreadError("it runs differently where gradients are required")
         self.tolerance = SINGLE if are_single(self.operations) else EXACT
-
-    @property
-    def call(self) -> Call:
-        """What is called."""
-        return self.found.call
-
-    @property
-    def judgement(self) -> Judgement:
-        """Of the attention that is read."""
-        return self.found.judgements[0]
-
-    @property
-    def operations(self) -> list[Operation]:
-        """Of the run with gradients."""
-        return self.recorder.operations
 
     @cached_property
     def values(self) -> Values:

@@ -84,16 +84,8 @@ def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, T
 '''
 # Between what the lines of such conversions stand.
 CONVERTED = (("    return {\n", "    }\n"), ("in theirs.items()}\n", "    return theirs"))
-ACTIVATIONS = {
-    "relu": "ReLU",
-    "gelu": "GELU",
-    "silu": "SiLU",
-    "leaky_relu": "LeakyReLU",
-    "tanh": "Tanh",
-    "sigmoid": "Sigmoid",
-    "elu": "ELU",
-    "mish": "Mish",
-}
+# Torch's modules of activations, by the names of their functions without what joins words.
+ACTIVATIONS = {name.lower(): name for name in nn.modules.activation.__all__}
 
 
 @dataclass(frozen=True)
@@ -137,10 +129,11 @@ class Text(Code):
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> "Text":
         """Write down a call of one of torch's functions."""
         name, given = function.__name__, without_defaults(function, kwargs or {})
+        module = ACTIVATIONS.get(name.replace("_", ""))
         first = next(x for x in tree_leaves(args) if isinstance(x, Text))
         options = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        known = first.chain is not None and name in ACTIVATIONS and len(args) == 1
-        chain = (*(first.chain or ()), f"nn.{ACTIVATIONS[name]}({options})") if known else None
+        known = first.chain is not None and module is not None and len(args) == 1
+        chain = (*(first.chain or ()), f"nn.{module}({options})") if known else None
         return first.made(call_text(function, name, args, given), chain)
 
 

@@ -274,10 +274,10 @@ def _watch(walk: Walk, run: ModelRun) -> None:
 
 
 def _attentions(walk: Walk, run: ModelRun, held: bool) -> dict[str, Report]:
-    """Judge the attentions of one run, by the path at which they stand; compared with torch's program only if asked."""
+    """Judge the attentions of one run, by the path at which they stand; held against torch, with proofs, if asked."""
     found: dict[str, Report] = {}
     call = Call(run.call, (run.source, run.target), module=walk.module)
-    for report in diagnose_call(call, name=walk.report.target, held=held):
+    for report in diagnose_call(call, name=walk.report.target, held=held, proofs=held):
         found[report.place] = joined(found[report.place], report) if report.place in found else report
     return found
 
@@ -302,7 +302,8 @@ def _add_masks_made_inside(walk: Walk) -> None:
     """Report a mask that a layer makes wrongly and hands to an attention that is right by itself."""
     known = {(finding.name, finding.line) for finding in walk.report.findings}
     seen = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
-    made = [(path, finding) for path, report in walk.watched.items() if path not in seen for finding in report.findings]
+    strange = [path for path, report in walk.watched.items() if any(one.stage == "mask" for one in report.findings)]
+    made = [(path, finding) for path in strange if path not in seen for finding in _held(walk, path).findings]
     for path, finding in made:
         if finding.stage == "mask" and finding.is_proven and (finding.name, finding.line) not in known:
             known.add((finding.name, finding.line))
@@ -402,7 +403,7 @@ def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> R
     for call in [call for call in walk.calls if call.path == path][:1]:
         own = Call(child, call.args, call.kwargs)
         for held in (False, True):  # most often nothing is found, which is quickly said
-            asked = diagnose_call(own, intended=walk.intended, features_last=True, held=held)
+            asked = diagnose_call(own, intended=walk.intended, proofs=held, features_last=True, held=held)
             found = [finding for report in asked for finding in (*report.findings, *report.suspected)]
             found = [one for one in found if one.stage in ("project", "rotary") and one.name not in alone.mistakes]
             if not found:
