@@ -188,8 +188,8 @@ class Watched(Shown):
             self.notes.append(f"{type(module).__name__}: {kept}")
             return
         self.mib += size
-        given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
-        self.calls.append(WatchedCall(module, *given, wrapped))
+        own, named = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        self.calls.append(WatchedCall(module, own, named, wrapped))
 
 
 @contextlib.contextmanager
