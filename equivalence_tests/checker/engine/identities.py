@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.channels import Exchange, Key, exchanges_in
 from equivalence_tests.checker.engine.codes import UNKNOWN, known, sources_in, token_of
 from equivalence_tests.checker.engine.graph import elements_of
 from equivalence_tests.checker.engine.meetings import POOLS, Meetings
@@ -34,7 +33,6 @@ from equivalence_tests.checker.reach.tracing import tensors_of
 
 JOINS = words("cat stack hstack vstack column_stack")
 PRODUCTS = words("matmul bmm einsum")
-ROUNDS = 4  # queries and keys of channels, their values, learnt queries, and all of them
 
 
 def identify(
@@ -45,18 +43,17 @@ def identify(
     ``seeds`` are names by the id of the tensor, ``patched`` those of what patched operations give, by index; ``data``
     are tensors that hold the data of the call, in contrast to weights, masks and positions.
     """
-    learnt, exchanges = frozenset[int](), dict[Key, Exchange]()
-    for _ in range(ROUNDS):
-        follower = _Follower(recorder, seeds, data, exchanges)
+
+    def followed(learnt: frozenset[int]) -> Identities:
+        follower = _Follower(recorder, seeds, data)
         follower.patched, follower.learnt = patched, learnt
         for operation in recorder.operations:
             follower.follow(operation)
-        before = learnt, exchanges
-        exchanges = exchanges_in(follower.found, exchanges)
-        learnt = learnt or _with_learnt_queries(follower.found)
-        if learnt == before[0] and exchanges is before[1]:
-            break
-    return follower.found
+        return follower.found
+
+    found = followed(frozenset())
+    learnt = _with_learnt_queries(found)
+    return followed(learnt) if learnt else found
 
 
 def _with_learnt_queries(found: "Identities") -> frozenset[int]:
@@ -191,7 +188,6 @@ class _Follower(Meetings):
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
         """Names of the output of an operation that moves nothing, such as arithmetic, a norm or a softmax."""
         shape = slot.value.shape
-        before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before
         fitted = [(place, _fitted(operation, codes, shape)) for place, codes in enumerate(taken) if codes is not None]
         pairs = [(place, codes) for place, codes in fitted if codes is not None]
@@ -216,12 +212,6 @@ class _Follower(Meetings):
         """Whether what has names is repeated over tokens that have none yet, as a vector of each sample is."""
         others = zip(operation.inputs, operation.origins, taken, strict=False)
         return any(x.value.shape == shape and bits & self.arguments and codes is None for x, bits, codes in others)
-
-    def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
-        """Undo the exchange of tokens and features in some operands' names where other operands have none."""
-        exchanged = [self.found.is_exchanged(codes) for codes in before if codes is not None]
-        apart = any(exchanged) and not all(exchanged)
-        return [codes if codes is None or not apart else self.found.plain(codes) for codes in before]
 
     def _mixed(self, operation: Operation, slot: Slot, place: int, codes: Tensor, rest: list[Tensor]) -> Tensor:
         """Names of an elementwise result of several tensors of tokens, or of one and a parameter."""

@@ -128,17 +128,6 @@ class Judgement:
         """Queries, keys and values of its first part; none where they were not read."""
         return self.operands[0] if self.operands else []
 
-    @property
-    def notes(self) -> list[str]:
-        """What it has to be known for."""
-        note = "it attends over the channels, not over the tokens: compared with torch's formula across features"
-        return [note] if self.over_channels else []
-
-    @property
-    def over_channels(self) -> bool:
-        """Whether features attend to features."""
-        return any(part.product.channels for part in self.attention.parts)
-
     def blocked(self) -> bool:
         """Whether what departs keeps later stages from being read."""
         return any(departure.blocks for departure in self.departures)

@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import LOOSE, SINGLE
+from equivalence_tests.checker.engine.same import SINGLE
 
 ROUNDS = 8
 # The stages from the product of queries and keys to the averaged values.
@@ -111,9 +111,6 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
     operands = _judge_operands(found, part)
     model = read_weights(found.attention.run, part, part.contexts[0])
     found.models.append(model)
-    factor = model.factor * operands[0].factor * operands[1].factor
-    if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
-        part.product.width = part.product.channels
     found.departures += Scores(found.attention, part, operands, model, expected).departures()
     pattern = causal_pattern(part, model.hidden | model.replaced, model.live)
     pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.channels import Exchange, Key, by_features, exchanged, features_of_rows, key_of
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
     SPAN,
@@ -35,11 +34,8 @@ POOLS = words("max amax mean min amin")
 class Meetings:
     """Names what products give: of tokens and a weight, of queries and keys, and of attention weights and values."""
 
-    def __init__(
-        self, recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor], exchanges: dict[Key, Exchange]
-    ) -> None:
+    def __init__(self, recorder: Recorder, seeds: Mapping[int, Tensor], data: list[Tensor]) -> None:
         self.found = Identities(recorder.operations)
-        self.exchanges = exchanges  # where features attend to features
         self.codes: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
         self.data = {storage_of(tensor) for tensor in data}
@@ -69,18 +65,12 @@ class Meetings:
         self, kind: str, operation: Operation | None, slot: Slot, codes: Tensor, parents: tuple[int, ...] = ()
     ) -> Source:
         number = len(self.found.sources) + 1
-        source = Source(number, kind, operation, slot, retagged(codes, number), parents)
-        self.found.sources[number] = source
-        exchange = self.exchanges.get(key_of(kind, operation, slot.key))
-        if exchange is not None:
-            source.plain, source.codes = source.codes, retagged(exchanged(source.codes, exchange), number)
-        return source
+        self.found.sources[number] = Source(number, kind, operation, slot, retagged(codes, number), parents)
+        return self.found.sources[number]
 
     def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
         parents = {x for names in (codes, *rest) for x in sources_in(names)}
-        source = self._new(kind, operation, slot, unified(codes), tuple(sorted(parents)))
-        source.plain = retagged(self.found.plain(codes), source.number) if self.found.is_exchanged(codes) else None
-        return source.codes
+        return self._new(kind, operation, slot, unified(codes), tuple(sorted(parents))).codes
 
     def _rank(self, codes: Tensor) -> int:
         """Which names a result takes first: 0 for scores, 2 where all elements are named or complex, 3 for the rest."""
@@ -118,7 +108,6 @@ class Meetings:
         """
         slot = operation.inputs[contraction.sides[0]]
         codes = self._names_of(slot)
-        codes = None if codes is None else self.found.plain(codes)
         tokens = None if codes is None else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
@@ -198,9 +187,8 @@ class Meetings:
         taken, out = operation.inputs[0], operation.outputs[0]
         shape = out.value.shape
         codes = self._names_of(taken)
-        named = None if codes is None else self.found.plain(codes)
-        if named is not None and taken.value.shape[axis + 1 :] == shape[axis + 1 :]:
-            token = token_of(named).select(axis, 0)
+        if codes is not None and taken.value.shape[axis + 1 :] == shape[axis + 1 :]:
+            token = token_of(codes).select(axis, 0)
         else:
             lead = [size for i, size in enumerate(shape) if i != axis]
             token = torch.arange(math.prod(lead)).view(lead) + self._base(taken.tensor, math.prod(lead))
@@ -263,14 +251,13 @@ class Meetings:
 
     def _product(self, product: Product) -> Tensor | None:
         if _tokens_of_rows(product.left) is None or _tokens_of_rows(product.right) is None:
-            if by_features(product.left) and by_features(product.right):
+            if _by_features(product.left) and _by_features(product.right):
                 self.found.across.append(product)
                 return None
             product.trouble = "one score is computed from several tokens"
         slot = product.operation.outputs[0]
         by_place = torch.arange(slot.value.numel(), dtype=torch.float64).view(slot.value.shape) + SPAN
         product.source = self._new("score", product.operation, slot, by_place)
-        product.channels = len(product.right[0]) if self.found.is_exchanged(product.left) else 0
         self.found.products.append(product)
         return product.source.codes
 
@@ -307,7 +294,7 @@ class Meetings:
         """Name the average: the query's token, and the feature of the value, counted on from head to head."""
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
-        columns = features_of_rows(unified(context.values))  # none where one column holds several features
+        columns = _features_of_rows(unified(context.values))  # none where one column holds several features
         if len(found) != 1 or columns is None:
             return None
         product = found[0]
@@ -321,15 +308,13 @@ class Meetings:
         if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
             return None
         together = self._weighed_with(product) or tuple(sources_in(context.values))
-        meeting = together, tuple(sources_in(product.left))
-        if product.channels:
-            return self._exchanged_back(product, context), meeting
         rank = _by_appearance(columns).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
         head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]
         token = table.token_of_row[first.squeeze(-1).clamp_min(0)]
         width = int(rank.max()) + 1
         shape = (*head.shape, rank.size(-1))
         combined = head[:, :, None] * width + rank[:, None, :]
+        meeting = together, tuple(sources_in(product.left))
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), meeting
 
     def _weighed_with(self, product: Product) -> tuple[int, ...]:
@@ -338,16 +323,6 @@ class Meetings:
         given = (sources_in(after[0]) for operation, after in pairs if operation.name in SOFTMAXES)
         shared = (tuple(numbers) for numbers in given if len(numbers) > 1)
         return next((numbers for numbers in shared if product.source and product.source.number in numbers), ())
-
-    def _exchanged_back(self, product: Product, context: Context) -> Tensor:
-        """Name the average of an attention over channels: the tokens of the values, and the features of the queries."""
-        shape = (*product.left.shape[:2], product.right.size(1))
-        feature = feature_of(self.found.plain(product.left))[..., :1].expand(shape)
-        place, has = place_or_first(context.weights), known(context.weights)
-        row = product.contraction.scattered(feature.contiguous()).reshape(-1)[place].masked_fill(~has, -1).amax(-1)
-        token = token_of(self.found.plain(context.values))[..., 0]
-        shape = (*row.shape, token.size(-1))
-        return coded(0, token[:, None].expand(shape), row[..., None].expand(shape))
 
     def _sums_over_rows(self, product: Product, context: Context) -> bool:
         """Whether keys stand on the left of a product: values are of their tokens, or the weights sum to one there."""
@@ -388,6 +363,20 @@ def _tokens_of_rows(codes: Tensor) -> Tensor | None:
         return None
     token = token_of(codes)
     return token[..., 0] if bool((token == token[..., :1]).all()) else None
+
+
+def _features_of_rows(codes: Tensor) -> Tensor | None:
+    """The one feature that each row holds; None where rows hold several."""
+    has = known(codes)
+    feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
+    lead = feature.amax(-1, keepdim=True)
+    return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
+
+
+def _by_features(codes: Tensor) -> bool:
+    """Whether each row holds one feature of several tokens, and no other row the same one."""
+    feature = _features_of_rows(codes) if codes.size(-1) > 1 else None
+    return feature is not None and all(len(rows.unique()) == len(rows) for rows in feature)
 
 
 def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:

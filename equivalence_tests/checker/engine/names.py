@@ -35,7 +35,6 @@ class Source:
     parents: tuple[int, ...] = ()  # the sources that it was made from
     # Further tensors that carry names of the same source, with these names.
     others: list[tuple[Tensor, Slot]] = field(default_factory=list)
-    plain: Tensor | None = None  # its names before tokens and features exchanged their roles; None where they did not
 
 
 @dataclass(eq=False)
@@ -48,12 +47,11 @@ class Product:
     right: Tensor  # names on the right, (n, j, d)
     source: Source | None = None  # the names of its result; None if it cannot be read
     trouble: str = ""  # why it cannot be read
-    channels: int = 0  # of how many features of a head each one attends to, where these attend to one another; else 0
-    # By whose root the scores should be divided: of what is summed, or of channels where it is theirs.
-    width: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.width = self.left.size(-1)
+    @property
+    def width(self) -> int:
+        """By whose root the scores should be divided: how many features are summed."""
+        return self.left.size(-1)
 
     @property
     def operands(self) -> tuple[Slot, Slot]:
@@ -128,18 +126,6 @@ class Identities:
         """Give the last recorded value of a tensor and its names; None if it has no names."""
         found = [(slot.value, codes) for _, _, codes, slot in self._given if slot.tensor is tensor]
         return found[-1] if found else None
-
-    def is_exchanged(self, codes: Tensor) -> bool:
-        """Whether some of these names have the roles of token and feature swapped, as where features attend."""
-        return any(self.sources[number].plain is not None for number in sources_in(codes))
-
-    def plain(self, codes: Tensor) -> Tensor:
-        """Give the names with that swap of token and feature undone."""
-        for number in sources_in(codes):
-            source = self.sources[number]
-            if source.plain is not None:
-                codes = torch.where(source_of(codes) == number, looked_up(codes, source.codes, source.plain), codes)
-        return codes
 
     def taken(self, operation: Operation) -> list[tuple[Slot, Tensor]]:
         """List the inputs of an operation that have names: (slot, names)."""
@@ -328,7 +314,6 @@ def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor]
     """Give the numbers that sources have under these names, in the run or as given; NaN where they have none."""
     sources = list(sources)
     held = [(codes, slot.value) for s in sources for codes, slot in ((s.codes, s.slot), *s.others)]
-    held += [(s.plain, s.slot.value) for s in sources if s.plain is not None]
     if values is not None:
         held = [(source.codes, value) for source, value in zip(sources, values, strict=True)]
     names = torch.cat([torch.zeros(0, dtype=torch.float64), *(own.reshape(-1) for own, _ in held)])

@@ -84,8 +84,6 @@ def missing_keys(situation: Situation) -> list[Departure]:
     """Every query meets every key of its sample."""
     queries, keys = situation.inputs.query.size(1), situation.inputs.key.size(1)
     for judgement in situation.found.judgements:
-        if judgement.over_channels:
-            continue
         attention, tables = judgement.attention, [part.table for part in judgement.attention.parts]
         over = all(bool((t.query % queries == t.key % keys).all()) for t in tables) and queries == keys > 1
         if over and any(bool((t.query != t.key).any()) for t in tables):

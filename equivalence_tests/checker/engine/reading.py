@@ -134,7 +134,6 @@ def is_causal(judgement: Judgement) -> bool:
 def notes_of(situation: Situation) -> Iterator[str]:
     """Say what the code has that torch.nn has not, and what it has not."""
     judgement = situation.judgement
-    yield from judgement.notes if judgement is not None else ()
     if judgement is None or judgement.blocked():
         return
     singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]

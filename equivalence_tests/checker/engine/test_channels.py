@@ -1,4 +1,4 @@
-"""Attention over channels is read as any other, with tokens and features exchanged, and so are the mistakes in it."""
+"""Attention over channels is none of torch's; convolutions may go over keys and values behind their projections."""
 
 import pytest
 import torch
@@ -29,11 +29,6 @@ class OverChannels(nn.Module):
         q, k, v = self.operands(x)
         out: Tensor = self.out(self.merged(self.weights(q, k) @ v))
         return out
-
-
-class ScaledByTokens(OverChannels):
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
 
 
 class OfTransposed(OverChannels):
@@ -73,46 +68,6 @@ class OfMaps(nn.Module):
         return x + self.out(context.reshape(x.shape))
 
 
-class NormedOverChannels(OfMaps):
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(q, dim=-1), F.normalize(k, dim=-2)
-
-
-class QueriesNormedAlone(OfMaps):
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(q, dim=-1), k
-
-
-class QueriesNormedTwice(OfMaps):
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(q, dim=-1), F.normalize(q, dim=-1)
-
-
-class OtherSoftmax(OverChannels):
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT / q.size(-2) ** 0.5).softmax(-2)
-
-
-class Unscaled(OverChannels):
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT).softmax(-1)
-
-
-class Held(OverChannels):
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return super().weights(q, k.clamp(-0.5, 0.5))
-
-
-class MergedAsItLies(OverChannels):
-    def merged(self, context: Tensor) -> Tensor:
-        return context.reshape(len(context), context.size(-1), -1)
-
-
-class Flipped(OverChannels):
-    def merged(self, context: Tensor) -> Tensor:
-        return super().merged(context).flip(1)
-
-
 class WithoutWeights(nn.Module):
     """The features of an image attend to one another as they are."""
 
@@ -127,35 +82,12 @@ class WithoutWeights(nn.Module):
         return x + self.gamma * (weights @ rows).view(x.shape)
 
 
-@pytest.mark.parametrize("right", [OverChannels, ScaledByTokens, OfTransposed, OfMaps, WithoutWeights])
-def test_features_that_attend_to_features_are_read(right: type[nn.Module]) -> None:
-    report = verify(right)
+@pytest.mark.parametrize("found", [OverChannels, OfTransposed, OfMaps, WithoutWeights])
+def test_features_that_attend_to_features_are_no_attention_of_torchs(found: type[nn.Module]) -> None:
+    report = verify(found)
     assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
-    assert "It could not be written in torch's own parts" in report.reason
-    assert "attends over the channels, not over the tokens" in str(report.notes)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("broken", "mistake", "text"),
-    [
-        (NormedOverChannels, "norm_leaves_different_sizes", "F.normalize(k, dim=-2)"),
-        (QueriesNormedAlone, "query_changed_by_normalize", "F.normalize(q, dim=-1), k"),
-        (QueriesNormedTwice, "key_uses_query_projection", "F.normalize(q, dim=-1), F.normalize(q, dim=-1)"),
-        (OtherSoftmax, "softmax_over_queries", "softmax(-2)"),
-        (Unscaled, "scale_missing", "(q @ k.mT).softmax(-1)"),
-        (Held, "key_changed_by_clamp", "k.clamp"),
-        (MergedAsItLies, "heads_merged_without_transpose", "context.reshape(len(context)"),
-        (Flipped, "changed_by_flip", "flip(1)"),
-    ],
-)
-def test_mistakes_in_it_are_found_on_their_line(broken: type[nn.Module], mistake: str, text: str) -> None:
-    report = verify(broken)
-    assert report.mistakes == (mistake,), str(report)
-    assert report.findings or report.verdict == "unchecked"  # what is only suspected blames no line
-    for finding in report.findings:
-        assert finding.line is not None
-        assert text in finding.line.text
+    assert report.reason.startswith("No attention runs in it: line")
+    assert "multiplies two tensors made from the input" in report.reason
 
 
 class ConvolvesKeys(nn.Module):

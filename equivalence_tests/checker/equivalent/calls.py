@@ -97,7 +97,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended
     report.coverage = list(Evidence(judgement, found.call.module).not_judged())
     if report.coverage and report.verdict == "equal":
         report.verdict = "partial"
-    report.conventions, report.notes = _conventions(judgement), judgement.notes
+    report.conventions = _conventions(judgement)
     report.place = judgement.attention.first.place
     return report
 

@@ -363,7 +363,7 @@ def _ids_in(situation: Situation) -> set[str]:
 def _what_is_missing(situation: Situation) -> str:
     """Say what it lacks to be an attention."""
     names = situation.found.run.names
-    products = [*names.products, *names.across]
+    products = sorted([*names.products, *names.across], key=lambda one: one.operation.index)
     if not products:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]

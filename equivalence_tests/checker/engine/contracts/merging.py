@@ -61,7 +61,7 @@ def _returned(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | No
     codes, projected = attention.names, _projection(attention)
     if codes is None or projected is None or codes.shape[:-1] != projected.slot.value.shape[:-1]:
         return None
-    token = token_of(attention.run.names.plain(projected.codes))
+    token = token_of(projected.codes)
     if not bool((token == token[..., :1]).all()):  # channels come first
         return None
     return attention.end, codes.reshape(1, -1, codes.size(-1)), codes.shape[:-1]
@@ -79,7 +79,7 @@ def _tokens_elsewhere(attention: Attention, tokens: Tensor, lead: torch.Size) ->
     source = _projection(attention)
     if source is None or source.slot.value.shape[:-1] != lead or len(attention.parts) > 1:
         return False
-    before = token_of(attention.run.names.plain(source.codes))[..., 0].reshape(-1)
+    before = token_of(source.codes)[..., 0].reshape(-1)
     after = tokens.reshape(-1)
     return not torch.equal(before, after) and torch.equal(before.sort().values, after.sort().values)
 

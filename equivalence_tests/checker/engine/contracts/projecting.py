@@ -122,8 +122,7 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
     """Weights, or rows of a packed one, that are used twice, and weights whose name says another role."""
     weights = [weight_of(attention, operand) for operand in operands]
-    plain = attention.run.names.plain
-    features = [feature_of(plain(operand.codes)).unique() for operand in operands]
+    features = [feature_of(operand.codes).unique() for operand in operands]
     places = [matrix_of(attention, _made_by(attention, operand)) for operand in operands]
     distinct = len(set(weights))
     if not all(weights) or distinct < len(set(places)):  # rows of one packed matrix, cut before they are used
@@ -138,7 +137,7 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
         return
     made = _made_of(attention, operands[alike[0]]) if alike else []
-    rows = 1 + max((int(feature_of(plain(source.codes)).max()) for source in made), default=0)
+    rows = 1 + max((int(feature_of(source.codes).max()) for source in made), default=0)
     if alike and (distinct == 2 or len(torch.cat(features).unique()) < rows):
         first, second = alike
         roles = list(OWN)[-(rows // len(features[first])) :]  # of which one matrix holds the rows
@@ -159,7 +158,7 @@ def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[
         contraction = contraction_of(made) if made is not None else None
         first = all(attention.run.names.sources[n].kind == "input" for s in operand.sources for n in s.parents)
         columns = 0 if contraction is None else len(contraction.right[:, :, 0].unique())
-        if first and 0 < columns <= int(feature_of(attention.run.names.plain(operand.codes)).max()):
+        if first and 0 < columns <= int(feature_of(operand.codes).max()):
             yield Departure("projection_shared_by_heads", "project", made)
             return
 
