@@ -11,46 +11,30 @@ MODEL = re.compile(r"\b[A-Z]\w*(?: v?\d|-\w+|(?<=\w[A-Z0-9])\w*)")  # more than 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One way to get it wrong.
+    """One way to get it wrong."""
 
-    Args:
-        name: A short stable identifier.
-        stage: Where it stands.
-        sentence: What is wrong, in one plain sentence. This and the next three may hold numbers, as {fill:g}.
-        have: The formula that the code computes.
-        want: The formula that it should compute.
-        fix: What to change.
-        on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
-        named: Whether a class that is named after one of them means it so.
-        ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
-            does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
-        cost: How far a reading of a mask is from right in which this deviates; the nearest reading is reported.
-        by_query: Whether only a mask with a row for each sample and query shows it.
-        roles: Whether queries, keys and values stand in one another's place: how each is rotated follows from that.
-        chosen: Whether it is a factor that a caller who chooses the scale may have chosen.
-        sink: Whether it is how a learnt share of every row looks, where a parameter lies beside the scores.
-        follows: The beginnings of the names of a part's mistakes from which this follows in a whole model.
-        right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
-        changes: What to replace in that by what.
-    """
-
-    name: str
-    stage: str
+    name: str  # a short stable identifier
+    stage: str  # where it stands
+    # What is wrong, in one plain sentence. This and the next three may hold numbers, as {fill:g}.
     sentence: str
-    have: str
-    want: str
-    fix: str
-    on_purpose_in: str = ""
-    named: bool = True
+    have: str  # the formula that the code computes
+    want: str  # the formula that it should compute
+    fix: str  # what to change
+    on_purpose_in: str = ""  # which well-known models do this on purpose, and why; "" if none does
+    named: bool = True  # whether a class that is named after one of them means it so
+    # What runs at its line, the likeliest first, where the output shows the mistake and no single operation does:
+    # "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
     ran: str = ""
-    cost: int = 4
-    by_query: bool = False
+    cost: int = 4  # how far a reading of a mask is from right in which this deviates; the nearest reading is reported
+    by_query: bool = False  # whether only a mask with a row for each sample and query shows it
+    # Whether queries, keys and values stand in one another's place: how each is rotated follows from that.
     roles: bool = False
-    chosen: bool = False
-    sink: bool = False
+    chosen: bool = False  # whether it is a factor that a caller who chooses the scale may have chosen
+    sink: bool = False  # whether it is how a learnt share of every row looks, where a parameter lies beside the scores
+    # The beginnings of the names of a part's mistakes from which this follows in a whole model.
     follows: tuple[str, ...] = ()
-    right: str = ""
-    changes: tuple[Change, ...] = ()
+    right: str = ""  # the right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it
+    changes: tuple[Change, ...] = ()  # what to replace in that by what
 
     def as_named(self, owners: Iterable[str]) -> str:
         """Say which class is named after a model that does this on purpose; "" if none is.

@@ -25,22 +25,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What one call is about.
+    """What one call is about."""
 
-    Args:
-        first: Token ids (b, n).
-        second: Token ids (b, m) of another sequence.
-        lengths: (b,), at most n.
-        window: How far a window reaches, or a prefix.
-        width: Number of features of the vectors.
-    """
-
-    first: Tensor
-    second: Tensor
-    lengths: Tensor
+    first: Tensor  # token ids (b, n)
+    second: Tensor  # token ids (b, m) of another sequence
+    lengths: Tensor  # (b,), at most n
     pad_id: int
-    window: int = 5
-    width: int = 13
+    window: int = 5  # how far a window reaches, or a prefix
+    width: int = 13  # number of features of the vectors
 
     def value(self, role: str, layout: str) -> Any:
         """Give what a role asks for, in new memory; "=base" asks for what an argument called base usually is."""

@@ -85,18 +85,12 @@ WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """x -> x weightᵀ + bias, in float64 whatever the module computes in, with torch's name for it as its role.
-
-    Args:
-        weight: (out, in).
-        bias: (out,); None if none is added.
-        end: The operation that gives the result.
-    """
+    """x -> x weightᵀ + bias, in float64 whatever the module computes in, with torch's name for it as its role."""
 
     name: str
-    weight: Tensor
-    bias: Tensor | None
-    end: Operation
+    weight: Tensor  # (out, in)
+    bias: Tensor | None  # (out,); None if none is added
+    end: Operation  # the operation that gives the result
     role: str = ""
 
     def __call__(self, x: Any) -> Any:

@@ -51,22 +51,14 @@ WITHIN = (("", ()), (" + 1", ("length_one_too_long",)), (" - 1", ("length_one_to
 
 @dataclass(frozen=True)
 class Meaning:
-    """A mask as one reading has it.
+    """A mask as one reading has it."""
 
-    Args:
-        words: What it hides.
-        text: True = may look, as Python, in a shape that broadcasts to (batch, query, key).
-        lengths: Of queries and keys, as Python.
-        shape: In which it was found to be given; "" before that.
-        encoding: What its numbers were found to mean; "" before that.
-    """
-
-    words: str
-    text: str
+    words: str  # what it hides
+    text: str  # true = may look, as Python, in a shape that broadcasts to (batch, query, key)
     mistakes: tuple[str, ...] = ()
-    lengths: tuple[str, str] = ("", "")
-    shape: str = ""
-    encoding: str = ""
+    lengths: tuple[str, str] = ("", "")  # of queries and keys, as Python
+    shape: str = ""  # in which it was found to be given; "" before that
+    encoding: str = ""  # what its numbers were found to mean; "" before that
 
     def mask(self, plan: CallOfRoles, drawn: Drawn) -> Tensor:
         """Build the mask for one call: (batch, query, key) bool."""

@@ -29,28 +29,18 @@ def _outside(eps: float, variance: Any) -> Any:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm: gain * (x - mean) / divisor + bias.
-
-    Args:
-        gain: The parameter that it is multiplied by; "" for none.
-        bias: The parameter that is added; "" for none.
-        plus_one: Whether 1 is added to the gain.
-        centred: Whether the mean is taken off.
-        divisor: Makes of eps and the mean of the squares what is divided by.
-        count: By what the sum of so many squares is divided.
-        is_torchs: Whether torch has a norm that is the same.
-    """
+    """A norm: gain * (x - mean) / divisor + bias."""
 
     width: int
-    gain: str = ""
-    bias: str = ""
-    plus_one: bool = False
-    centred: bool = True
+    gain: str = ""  # the parameter that it is multiplied by; "" for none
+    bias: str = ""  # the parameter that is added; "" for none
+    plus_one: bool = False  # whether 1 is added to the gain
+    centred: bool = True  # whether the mean is taken off
     eps: float = 0.0
-    divisor: Callable[[float, Any], Any] = _inside
+    divisor: Callable[[float, Any], Any] = _inside  # makes of eps and the mean of the squares what is divided by
     axes: tuple[int, ...] = (-1,)
-    count: Callable[[Any], Any] = lambda n: n
-    is_torchs: bool = True
+    count: Callable[[Any], Any] = lambda n: n  # by what the sum of so many squares is divided
+    is_torchs: bool = True  # whether torch has a norm that is the same
 
     def of(self, weight: Callable[[str], Any], x: Any) -> Any:
         """Compute it, or write it down, with what gives its parameters by their names."""

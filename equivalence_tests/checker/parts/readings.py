@@ -29,21 +29,14 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class PartReading:
-    """One way to understand a part.
+    """One way to understand a part."""
 
-    Args:
-        formula: What it computes, from what an observation shows of its input.
-        words: The settings that are its conventions: (what, in this code, in torch.nn).
-        notes: What else should be known where this reading is right.
-        facts: What the words of its mistakes speak of.
-        written: Writes it down in torch's own parts; None where the formula does, given the text of its input.
-    """
-
-    formula: Callable[[Tensor], Tensor]
-    words: tuple[Row, ...]
+    formula: Callable[[Tensor], Tensor]  # what it computes, from what an observation shows of its input
+    words: tuple[Row, ...]  # the settings that are its conventions: (what, in this code, in torch.nn)
     mistakes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what else should be known where this reading is right
+    facts: Mapping[str, str] = field(default_factory=dict)  # what the words of its mistakes speak of
+    # Writes it down in torch's own parts; None where the formula does, given the text of its input.
     written: Callable[[Writer, Text], Text] | None = None
 
     def text(self, writer: Writer, x: Text) -> Text:

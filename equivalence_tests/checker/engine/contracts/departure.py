@@ -16,28 +16,19 @@ UNKNOWN = Mistake("", "", "", "", "", "")
 
 @dataclass(frozen=True, eq=False)
 class Departure:
-    """One stage that is not what it should be, given the stage before it.
-
-    Args:
-        operation: The first operation that departs; None where none shows it.
-        facts: Numbers that the words need.
-        patches: What puts it right, by the index of the operation.
-        names: Names of what the patched operations give then, by index.
-        evidence: Why it is intended; "" if nothing says that.
-        blocks: Whether later stages cannot be read before it is put right.
-        frames: The lines, where they are not those of the operation.
-        seen_in: The examination of the call in which it was seen, and the number of the attention there.
-    """
+    """One stage that is not what it should be, given the stage before it."""
 
     name: str
     stage: str
-    operation: Operation | None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    patches: Mapping[int, Patch] = field(default_factory=dict)
+    operation: Operation | None  # the first operation that departs; None where none shows it
+    facts: Mapping[str, Any] = field(default_factory=dict)  # numbers that the words need
+    patches: Mapping[int, Patch] = field(default_factory=dict)  # what puts it right, by the index of the operation
+    # Names of what the patched operations give then, by index.
     names: Mapping[int, Tensor] = field(default_factory=dict)
-    evidence: str = ""
-    blocks: bool = False
-    frames: Frames = ()
+    evidence: str = ""  # why it is intended; "" if nothing says that
+    blocks: bool = False  # whether later stages cannot be read before it is put right
+    frames: Frames = ()  # the lines, where they are not those of the operation
+    # The examination of the call in which it was seen, and the number of the attention there.
     seen_in: tuple[Any, int] | None = None
 
     @property

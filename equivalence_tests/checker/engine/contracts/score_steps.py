@@ -12,20 +12,13 @@ from equivalence_tests.checker.engine.watching import Operation, Recorder
 
 @dataclass(eq=False)
 class Step:
-    """One operation between the products.
-
-    Args:
-        places: The score that each element of its result belongs to; negative where it belongs to none.
-        values: Its result.
-        taken: The first of its arguments that is made of the scores; None if there is none.
-        ratio: What it multiplied by, where that is one number.
-    """
+    """One operation between the products."""
 
     operation: Operation
-    places: Tensor
-    values: Tensor
-    taken: Tensor | None
-    ratio: float | None = None
+    places: Tensor  # the score that each element of its result belongs to; negative where it belongs to none
+    values: Tensor  # its result
+    taken: Tensor | None  # the first of its arguments that is made of the scores; None if there is none
+    ratio: float | None = None  # what it multiplied by, where that is one number
 
     def laid(self, count: int) -> Tensor:
         """Give its result in the order of the scores."""
