@@ -4,7 +4,8 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.stepping import Against
+from equivalence_tests.checker.engine.graph import Graph
+from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
-from equivalence_tests.checker.engine.watching import Recorder
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import MASK_ROLES, MAX_LEN, first_match, value_for
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -28,7 +29,7 @@ from equivalence_tests.checker.reach.proposing import empty_state, parameters_of
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
+from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_of, raised_at
 
 TOKENS = 6
 ROUNDS = 6  # of putting operations right
@@ -38,6 +39,7 @@ SINGLY = {"token by token": (1,) * TOKENS, "a chunk, then token by token": (4, 1
 CHUNKS = {**SINGLY, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
 Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
+Lines = dict[tuple[str, Frames], list[Tensor]]  # what the same function gave in the same line, one after another
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
 SWITCHES = re.compile(r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.I)
 
@@ -302,7 +304,7 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
     lengths = (max(lengths[0], 3), lengths[-1])
     with Recorder() as whole:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
-    against, right = Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
+    against, right = _Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
     def step(right: Mapping[int, Tensor]) -> Step:
         return [*decoder.steps(lengths, right)][-1]
@@ -321,6 +323,64 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
         return {}
     first = run.operations[min(right)]
     return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
+
+
+@dataclass(frozen=True)
+class _Against:
+    """A run over all tokens, with which a step over only the last of them is compared, line by line."""
+
+    whole: Recorder  # the run over all
+    new: int  # how many tokens the step is over
+    total: int  # how many the whole run is over
+
+    def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
+        """List what departs in a step, unless it is known or takes what departs, with what it should give."""
+        graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
+        lines: Lines = defaultdict(list)
+        for operation in self.whole.operations:
+            lines[operation.name, operation.frames] += [slot.value for slot in operation.outputs[:1]]
+        for operation in run.operations:
+            made = (graph.maker(slot, operation.index) for slot in operation.inputs)
+            before = {maker.index for maker in made if maker is not None}
+            wanted = self._wanted(operation, lines, passed, before)
+            have = operation.outputs[0].value if wanted else None
+            if before & departs or (have is not None and not any(near(_real(have), _real(x), TABLE) for x in wanted)):
+                departs.add(operation.index)
+                if not before & departs and operation.index not in known:
+                    yield operation.index, wanted[0]
+
+    def _wanted(
+        self, operation: Operation, lines: Lines, passed: dict[int, Tensor], before: Collection[int]
+    ) -> list[Tensor]:
+        """List what an operation may have to give: what the same line gave in one pass, or else what it takes."""
+        if not operation.frames or len(operation.outputs) != 1:
+            return []
+        shape, own = operation.outputs[0].value.shape, lines[operation.name, operation.frames]
+        if own:
+            passed[operation.index] = own.pop(0)
+            return [*self._rows(passed[operation.index], shape)]
+        # In one pass there is no such line, as where new tokens are joined with those of a cache.
+        return [passed[index] for index in before if index in passed and passed[index].shape == shape]
+
+    def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
+        if whole.dim() != len(shape):
+            return
+        found = [whole]
+        for axis, (have, size) in enumerate(zip(shape, whole.shape, strict=True)):
+            if have != size and have * self.total != size * self.new:
+                return
+            if have != size:
+                found = [rows for x in found for rows in self._last(x, axis)]
+        yield from found
+
+    def _last(self, x: Tensor, axis: int) -> Iterator[Tensor]:
+        for sizes, tokens in (((-1, self.total), axis + 1), ((self.total, -1), axis)):
+            yield x.unflatten(axis, sizes).narrow(tokens, self.total - self.new, self.new).flatten(axis, axis + 1)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _are_new_alone(kept: Any, returned: Any, start: int, length: int) -> bool:
