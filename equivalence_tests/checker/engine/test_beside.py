@@ -115,11 +115,6 @@ class InBlocksWithTurnedKeys(InBlocks):
         return q, k.flip(-1), v
 
 
-class InBlocksAllRolled(InBlocks):
-    def filled(self, x: Tensor) -> Tensor:
-        return super().filled(x).roll(1, 1)
-
-
 @pytest.mark.parametrize(
     ("target", "names"),
     [
@@ -136,7 +131,6 @@ class InBlocksAllRolled(InBlocks):
         (PassesHalfOfScaled, ()),  # its norm without a parameter is no part of a program, so nothing can be proven
         (InBlocks, ()),
         (InBlocksWithTurnedKeys, ("key_changed_by_flip",)),
-        (InBlocksAllRolled, ("changed_by_roll",)),
     ],
 )
 def test_what_stands_beside_or_behind_is_found_too(target: type[nn.Module], names: tuple[str, ...]) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import feature_of, sources_in
-from equivalence_tests.checker.engine.contracts.changing import JOINS, strange_operations
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.contracts.changing import JOINS
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Run, Source
@@ -63,7 +63,6 @@ def projection_departures(
         yield from _one_head_for_all(attention, module)
         yield from _unprojected(attention, operands, unused)
         yield from _normalised_alike(attention, operands)
-        yield from _bent_biases(attention, operands)
 
 
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
@@ -269,15 +268,6 @@ def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator
         return
     name = "queries_not_normalised" if not query else "keys_not_normalised"
     yield Departure(name, "project", _made_by(attention, operands[0 if not query else 1]))
-
-
-def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
-    """Biases of projections that are changed before they are added, as no known model does."""
-    made = {operation for operand in operands if (operation := _made_by(attention, operand)) is not None}
-    for operation in made:
-        for slot in (slot for slot, _ in attention.run.names.beside(operation) if slot.value.dim() == 1):
-            for bent in strange_operations(attention.run, slot, operation.index):
-                yield changed_by(bent, "project", "bias")
 
 
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:

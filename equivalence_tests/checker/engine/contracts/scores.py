@@ -68,7 +68,7 @@ class Scores:
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:
         """The departures in the order of the formula."""
-        unread = self._dropped() or self._moved() or self._precision() or self._filled_up() or self._kind()
+        unread = self._dropped() or self._precision() or self._filled_up() or self._kind()
         if unread is not None:
             yield unread
             return
@@ -94,17 +94,6 @@ class Scores:
         """Dropout that drops, though the call is one of evaluation."""
         dropped = (s.operation for s in self.steps if s.operation.patch is None and drops(s.operation))
         return next((self._blocking("dropout_in_eval", "dropout", x, {x.index: as_it_was}) for x in dropped), None)
-
-    def _moved(self) -> Departure | None:
-        """Scores that are rolled or flipped, and not back."""
-        names = self.attention.run.names
-        moves = (step.operation for step in self.steps if step.operation.name in ("roll", "flip"))
-        moved = [op for op in moves if not identical(op.inputs[0].value, op.outputs[0].value)]
-        if len(moved) != 1 or moved[0].patch is not None:
-            return None
-        index, codes = moved[0].index, names.before[moved[0].index][0]
-        kept = {} if codes is None else {index: codes}
-        return changed_by(moved[0], "scores", "scores", patches={index: as_it_was}, names=kept, blocks=True)
 
     def _precision(self) -> Departure | None:
         patched = any(step.operation.patch is not None for step in self.steps)
