@@ -6,6 +6,7 @@ from equivalence_tests.lazily import from_homes
 
 if TYPE_CHECKING:
     from equivalence_tests.checker.divergence import first_divergence
+    from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
     from equivalence_tests.checker.doors.watch import watch
     from equivalence_tests.checker.reach.loading import load
     from equivalence_tests.checker.reach.subject import Adapter
@@ -39,6 +40,7 @@ __all__ = [
     "first_divergence",
     "first_stage_that_parts",
     "load",
+    "parametrize_with_checks",
     "randomize_parameters",
     "ulp_distance",
     "verify",
@@ -49,6 +51,7 @@ CHECKER = {
     "Adapter": "reach.subject",
     "first_divergence": "divergence",
     "load": "reach.loading",
+    "parametrize_with_checks": "doors.pytest_checks",
     "verify": "verify",
     "watch": "doors.watch",
 }

@@ -6,6 +6,7 @@ from equivalence_tests.lazily import from_homes
 
 if TYPE_CHECKING:
     from equivalence_tests.checker.divergence import Divergence, first_divergence
+    from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
     from equivalence_tests.checker.doors.watch import watch
     from equivalence_tests.checker.reach.errors import CannotCheckError
     from equivalence_tests.checker.reach.subject import Adapter
@@ -22,6 +23,7 @@ __all__ = [
     "Finding",
     "Report",
     "first_divergence",
+    "parametrize_with_checks",
     "verify",
     "watch",
 ]
@@ -35,6 +37,7 @@ HOMES = {
     "Finding": "reporting.findings",
     "Report": "reporting.report",
     "first_divergence": "divergence",
+    "parametrize_with_checks": "doors.pytest_checks",
     "verify": "verify",
     "watch": "doors.watch",
 }

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import builtin
 import scratch
-from equivalence_tests import Adapter, first_divergence, randomize_parameters, verify
+from equivalence_tests import Adapter, first_divergence, parametrize_with_checks, randomize_parameters, verify
+from scratch import attention
 
 
 class TestCodeThatMisbehaves:
@@ -185,3 +186,31 @@ class TestDoors:
         found = first_divergence(wrong, right, inputs)
         assert found is not None
         assert (found.path, found.direction) == ("layers.1.norm2", "forward")
+
+
+@parametrize_with_checks([nn.MultiheadAttention, Block])
+def test_checks_are_items(check: Callable[[], None]) -> None:
+    check()
+
+
+def test_items_fail_with_the_report_and_skip_with_the_reason() -> None:
+    class NoScale(scratch.MultiheadAttention):
+        def forward(
+            self, query: Any, key: Any, value: Any, key_padding_mask: Any = None, *rest: Any, **more: Any
+        ) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention, "score_scale", lambda _: 1.0)
+                return super().forward(query, key, value, key_padding_mask, *rest, **more)
+
+    class NoGradient(scratch.MultiheadAttention):
+        def forward(self, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+            return super().forward(query.detach(), key, value, *rest, **more)
+
+    reason = {"check_gradients": "because it is frozen"}
+    mark: Any = parametrize_with_checks([NoScale, NoGradient], expected_failures=reason)
+    mark = mark.mark
+    items = dict(zip(mark.kwargs["ids"], mark.args[1], strict=True))
+    with pytest.raises(AssertionError, match="returns torch's numbers"):
+        items["NoScale-diagnosis"]()
+    with pytest.raises(pytest.skip.Exception, match="because it is frozen"):
+        items["NoGradient-check_gradients"]()

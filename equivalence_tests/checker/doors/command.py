@@ -15,7 +15,7 @@ from equivalence_tests.checker.doors.discovery import NothingToCheckError, candi
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.intended import check_intended, reasons
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reporting.exports import to_github, to_json, to_sarif
+from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
 from equivalence_tests.checker.reporting.rendering import show, table
 from equivalence_tests.checker.reporting.report import Report
@@ -97,6 +97,9 @@ def verify_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the reports as a JSON list; - prints it.", callback=_writable)
     ] = None,
+    junit_file: Annotated[
+        Path | None, typer.Option("--junit", help="Write the checks as JUnit XML; - prints it.", callback=_writable)
+    ] = None,
     sarif_file: Annotated[
         Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0; - prints it.", callback=_writable)
     ] = None,
@@ -139,7 +142,7 @@ def verify_command(
     3 equal as far as it ran.
     """
     del example  # its callback has answered already
-    files = {to_json: json_file, to_sarif: sarif_file}
+    files = {to_json: json_file, to_junit: junit_file, to_sarif: sarif_file}
     printed = [*files.values()].count(PRINTED) + equivalent + template
     _refuse_options(kind, inputs, adapter, printed, template)
     excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
@@ -169,7 +172,7 @@ def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, t
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
     if printed > 1:
-        said = "only one of --json and --sarif can be -, and none with --equivalent or --template, which print"
+        said = "only one of --json, --junit and --sarif can be -, and none with --equivalent or --template, which print"
         raise typer.BadParameter(f"{said} too: give the others a file")
     if template and (inputs or adapter):
         raise typer.BadParameter(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.doors import command
 from equivalence_tests.checker.doors.sandbox import Limits, Request
-from equivalence_tests.checker.reporting.exports import to_github, to_json, to_sarif
+from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Finding, Proof, Verdict
 from equivalence_tests.checker.reporting.lines import CodeLine
 from equivalence_tests.checker.reporting.report import Report
@@ -122,13 +123,16 @@ def test_a_proof_among_several_says_that_the_others_are_put_right_too() -> None:
 
 
 def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..., Result]) -> None:
-    names = {option: tmp_path / f"report.{option}" for option in ("json", "sarif")}
+    names = {option: tmp_path / f"report.{option}" for option in ("json", "junit", "sarif")}
     options = [word for option, path in names.items() for word in (f"--{option}", str(path))]
     printed = answered("a.py:A", "b.py:B", *options, "--github", verdicts=["deviates", "unchecked"]).stdout
     data = json.loads(names["json"].read_text())
     assert [data[0][key] for key in ("target", "verdict", "exit_status")] == ["a.py:A", "deviates", 1]
     assert data[0]["findings"] == json.loads(json.dumps([asdict(SCALE)]))
     assert data[1]["exit_status"] == 2
+    first, second = ElementTree.fromstring(names["junit"].read_text())
+    assert [case.get("name") for case in first] == ["scale_missing"]  # the checks fail because of it
+    assert (first.get("failures"), second.get("errors")) == ("1", "1")
     (run,) = json.loads(names["sarif"].read_text())["runs"]
     (place,) = run["results"][0]["locations"]
     assert place["physicalLocation"]["region"]["startLine"] == 12
@@ -137,7 +141,7 @@ def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..
     assert "::warning title=could not be checked::b.py:B: Its forward answered:%0A  KeyError: 'k'" in printed
 
 
-@pytest.mark.parametrize(("option", "starts"), [("--json", "[\n"), ("--sarif", "{\n")])
+@pytest.mark.parametrize(("option", "starts"), [("--json", "[\n"), ("--junit", "<testsuites>"), ("--sarif", "{\n")])
 def test_a_dash_prints_that_form_and_nothing_else(option: str, starts: str, answered: Callable[..., Result]) -> None:
     printed = answered("a.py:A", option, "-", verdicts=["deviates"]).stdout
     assert printed.startswith(starts)
@@ -150,6 +154,7 @@ def test_what_other_programs_read_is_well_formed() -> None:
     unnamed = Report("m.py:B", verdict="deviates", reason="100 % of\x1b[31m it is wrong")
     (data,) = json.loads(to_json([deviating]), parse_constant=pytest.fail)
     assert data["findings"][0]["proof"]["error"] == "inf"
+    ElementTree.fromstring(to_junit([Report("m.py:C", reason="\x1b[31mred")]))
     (run,) = json.loads(to_sarif([deviating, unnamed]))["runs"]
     assert [result["ruleId"] for result in run["results"]] == ["scale_missing", "deviates"]
     (place,) = run["results"][0]["locations"]
@@ -160,7 +165,7 @@ def test_what_other_programs_read_is_well_formed() -> None:
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answered: Callable[..., Result]) -> None:
-    for option in ("--json", "--sarif"):
+    for option in ("--json", "--junit", "--sarif"):
         result = answered("a.py:A", option, str(tmp_path / "nowhere" / "x"), verdicts=[])
         assert result.exit_code == 2
         assert "cannot be written: No such file or directory" in " ".join(result.stderr.split())
@@ -173,7 +178,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answe
         (["--intended", "no_scale"], "must be NAME=REASON"),
         (["--intended", "scale_mising=as T5"], "is it 'scale_missing'?"),
         (["--meant", "no_scale"], "must be NAME=REASON"),
-        (["--json", "-", "--sarif", "-"], "only one of --json and --sarif can be -"),
+        (["--json", "-", "--sarif", "-"], "only one of --json, --junit and --sarif can be -"),
         (["--template", "--inputs", "a.py:batch"], "shows the call that is worked out"),
         (["--timeout", "0"], "greater than or equal to 1"),
     ],

@@ -1,6 +1,7 @@
 """Tests of watching: the block computes what it would have computed, and what was called is checked afterwards."""
 
 import contextlib
+import gc
 import weakref
 from typing import Any
 
@@ -12,6 +13,11 @@ from torch.nn import functional as F
 from equivalence_tests.checker.doors import watch as watching
 from equivalence_tests.checker.doors.watch import watch
 from equivalence_tests.checker.reporting.report import Report
+
+
+@pytest.fixture(autouse=True)
+def _referrers_are_seen() -> None:
+    gc.unfreeze()  # a function is found by what refers to its code
 
 
 def training_step(layer: nn.Module) -> list[Tensor]:
@@ -150,33 +156,66 @@ def steps(seen_by: Any = None) -> list[Any]:
     return [seen, *losses, weight.grad, torch.rand(2)]
 
 
-def test_a_plain_function_is_named_by_its_data_flow_and_nothing_changes() -> None:
+def test_a_plain_function_is_found_by_its_data_flow_and_nothing_changes() -> None:
     (_, *plain), (seen, *watched) = steps(), steps(seen_by=watch)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    assert seen.functions == ["attend"]
+    assert [call.function for call in seen.calls] == [attend]
     (report,) = seen
-    assert report.verdict == "unchecked"
-    assert "attend computes an attention. No module runs it" in " ".join(str(seen).split())
-    assert not seen
+    assert report.mistakes == ("scale_wrong",)
+    assert report.findings[0].line is not None
+    assert "q.size(-1)" in report.findings[0].line.text
 
 
-def test_a_method_that_is_no_forward_and_a_fused_attention_are_named() -> None:
+def test_a_method_that_is_no_forward_is_found_with_its_module() -> None:
+    model = Model()
+    with watch() as seen:
+        model.encode(torch.randn(2, 5, 12))
+    assert seen
+    assert ("heads", "3", "") in seen.reports[0].conventions
+
+
+def test_closures_keyword_arguments_and_fused_attention_are_found() -> None:
+    def made(scale: float) -> Any:
+        def inner(q: Tensor, *others: Tensor, causal: bool = False, **more: Any) -> Tensor:
+            key, value = (*others, more.get("value"))[:2]
+            assert key is not None
+            assert value is not None
+            return F.scaled_dot_product_attention(q, key, value, is_causal=causal, scale=scale)
+
+        return inner
+
     x = torch.randn(2, 5, 12)
+    right, wrong = made(12**-0.5), made(1.0)
+    with watch() as seen:
+        right(x, x, x, causal=True)
+    assert seen
+    with watch() as seen:
+        wrong(x, x, value=x)
+    assert [report.mistakes for report in seen] == [("scale_missing",)]
 
-    def inner(q: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, q, q)
+
+def test_what_would_train_again_is_named_and_not_run_again() -> None:
+    weight = nn.Parameter(torch.randn(12, 12))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def train(x: Tensor) -> None:
+        q = x @ weight
+        ((q @ q.mT).softmax(-1) @ q).sum().backward()
+        optimizer.step()
 
     with watch() as seen:
-        Model().encode(x)
-        inner(x)
-    assert seen.functions == ["encode", "inner"]
+        train(torch.randn(2, 5, 12))
+    after = weight.detach().clone()
+    assert "train computes an attention and trains as well" in str(seen)
+    assert not seen
+    assert torch.equal(weight, after)
 
 
 def test_an_attention_in_no_function_is_named() -> None:
     x = torch.randn(2, 5, 12)
     with watch() as seen:
         (x @ x.mT).softmax(-1) @ x
-    assert "the block computes an attention" in str(seen)
+    assert "in no function and no module" in str(seen)
 
 
 def test_nothing_of_a_function_is_held_after_it_has_ended() -> None:
@@ -190,6 +229,7 @@ def test_nothing_of_a_function_is_held_after_it_has_ended() -> None:
     with watch(memory_mib=1):
         scores(torch.randn(2, 5, 12))
         torch.ones(3).sum()
+        gc.collect()
         assert held[0]() is None
 
 

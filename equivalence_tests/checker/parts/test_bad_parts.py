@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
+from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
 from equivalence_tests.checker.doors.watch import watch
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.parts import GainBiasLayerNorm, PaperFeedForward
@@ -181,3 +182,8 @@ def test_the_inputs_of_an_own_call_decide_too() -> None:
     (report,) = verify(ShiftsLargeNorm(8), 100 + torch.randn(2, 3, 8))
     assert report.verdict == "unchecked", report
     assert "your own inputs" in report.reason
+
+
+@parametrize_with_checks([PaperFeedForward])
+def test_pytest_takes_a_part(check) -> None:  # type: ignore[no-untyped-def]
+    check()

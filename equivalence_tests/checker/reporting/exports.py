@@ -1,14 +1,18 @@
-"""Reports for other programs: JSON, SARIF, and annotations of GitHub."""
+"""Reports for other programs: JSON, JUnit XML, SARIF, and annotations of GitHub."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from xml.etree import ElementTree
 
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.report import Report
 
+# Characters that an XML file may not hold, even escaped.
+NOT_IN_XML = "[\x00-\x08\x0b\x0c\x0e-\x1f]"
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -17,6 +21,15 @@ def to_json(reports: Sequence[Report]) -> str:
     plain = json.dumps([report.to_dict() for report in reports])
     data = json.loads(plain, parse_constant=lambda number: str(float(number)))
     return json.dumps(data, indent=2, allow_nan=False)
+
+
+def to_junit(reports: Sequence[Report]) -> str:
+    """Give a test suite for each target, with a case for the diagnosis and one for each check."""
+    suites = ElementTree.Element("testsuites")
+    for report in reports:
+        suites.append(_suite(report))
+    ElementTree.indent(suites)
+    return re.sub(NOT_IN_XML, "", ElementTree.tostring(suites, encoding="unicode"))
 
 
 def to_sarif(reports: Sequence[Report]) -> str:
@@ -43,6 +56,31 @@ def _blamed(report: Report) -> list[Finding]:
     """What speaks against the code: the findings; where there are none, the reason why it deviates."""
     alone = report.verdict == "deviates" and not report.findings
     return [Finding("deviates", "checks", f"{report.title}: {report.reason}")] if alone else report.findings
+
+
+def _suite(report: Report) -> ElementTree.Element:
+    suite = ElementTree.Element("testsuite", name=f"verify {report.title}")
+
+    def add(name: str, tag: str = "", message: str = "", text: str | None = None) -> None:
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=name)
+        if tag:
+            ElementTree.SubElement(case, tag, message=message).text = text
+
+    for finding in report.findings:
+        add(finding.name, "failure", finding.sentence, _message(finding))
+    for check in report.checks:
+        if check.outcome != "failed" or not report.findings:  # else it only follows from a finding
+            tag = {"passed": "", "failed": "failure"}.get(check.outcome, "skipped")
+            add(check.name, tag, check.detail)
+    if report.verdict in ("unchecked", "partial"):
+        missing = report.reason or "; ".join(f"{x.what}: {x.detail}" for x in report.not_exercised)
+        add("could_be_checked", "error" if report.verdict == "unchecked" else "skipped", missing)
+    if not len(suite):
+        add("equal")
+    for outcome, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(outcome, str(len(suite.findall(f"testcase/{tag}"))))
+    suite.set("tests", str(len(suite)))
+    return suite
 
 
 def _result(finding: Finding) -> dict[str, Any]:
