@@ -268,8 +268,13 @@ def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str)
     assert report.mistakes == (name,), str(report)
 
 
-def test_slopes_that_fall_between_the_patches_of_an_image_are_not_accused() -> None:
-    assert verify(OverAGrid(12, 3)).verdict == "unchecked"
+def test_slopes_fall_between_the_patches_of_an_image() -> None:
+    report = verify(OverAGrid(12, 3))
+    assert report.verdict == "equal", str(report)
+    assert "in a grid of 2 x 4 patches behind 1 other times a slope" in " ".join(str(report).split())
+    table = OverAGrid(12, 3)
+    table.table *= 2
+    assert verify(table).verdict == "unchecked"
 
 
 def test_queries_may_meet_a_vector_for_each_distance() -> None:

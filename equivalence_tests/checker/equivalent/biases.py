@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
@@ -14,7 +15,7 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Relative, Slice, read_relative
 from equivalence_tests.checker.equivalent.parameters import apart_in, paired, steps_to
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import EXACT, places_in
+from equivalence_tests.checker.equivalent.watched import EXACT, SINGLE, places_in
 
 CLOSE = 1e-6
 
@@ -55,11 +56,38 @@ class Visible:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """The places of tokens that are the patches of an image, row after row."""
+
+    rows: int
+    columns: int
+    first: int = 0  # how many other tokens stand before them, each at no distance from any
+
+    def __str__(self) -> str:
+        before = f" behind {self.first} other" if self.first else ""
+        return f" in a grid of {self.rows} x {self.columns} patches{before}"
+
+    def distances(self) -> Tensor:
+        """Give the distance of each token from each, (l, l)."""
+        places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
+        return F.pad(torch.cdist(places, places), (self.first, 0, self.first, 0))
+
+    @classmethod
+    def all_of(cls, length: int) -> Iterator["Grid"]:
+        """List those that have so many tokens."""
+        for first in (0, 1):
+            places = length - first
+            sides = (rows for rows in range(2, places // 2 + 1) if places % rows == 0)
+            yield from (cls(rows, places // rows, first) for rows in sides)
+
+
+@dataclass(frozen=True)
 class Bias:
     """What is added to the scores."""
 
     visible: Visible = Visible()
     slopes: Tensor | None = None  # what each head subtracts for each step of distance, (h,); None for nothing
+    grid: Grid | None = None  # in which that distance is; None for that in the row of tokens
     learnt: Tensor | None = None  # parameter elements that are added, (h, q, k, 1), or met by queries, (h, q, k, d)
     factor: float = 1.0  # what these elements are multiplied by
     meets: bool = False  # whether the queries meet them
@@ -78,7 +106,10 @@ class Bias:
         hidden = self.visible.hidden(gap)
         bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
         if self.slopes is not None:
-            bias = -self.slopes[:, None, None] * gap.abs()
+            far = gap.abs() if self.grid is None else self.grid.distances()
+            if far.shape != gap.shape:
+                raise UnreadError("a grid was read for one length only")
+            bias = -self.slopes[:, None, None] * far
         if self.learnt is not None:
             if self.learnt.shape[1:3] != (query_len, key_len):
                 raise UnreadError("what is added to the scores was read for one length only")
@@ -168,6 +199,11 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     slopes = _slopes(bias, hidden, gap) if alike else None
     if slopes is not None:
         return Bias(visible, slopes)
+    for grid in Grid.all_of(lengths[0]) if alike and lengths[0] == lengths[1] else ():
+        found = Bias(visible, _slopes(bias, hidden, grid.distances()), grid)
+        if found.is_alibi:  # by other numbers, a buffer alone would say that it is intended
+            reader.watched.tolerance = SINGLE  # roots of tables that were made in float32
+            return found
     query = reader.found["query"](reader.values)[0].detach()
     met = torch.ones_like(query[..., :1]) if alike else query
     learnt = _learnt(reader, lengths, ~hidden, met) if bool((every.isinf() == hidden).all()) else None
@@ -175,7 +211,7 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
         raise UnreadError("what is added to the scores is not an element of a table times a number")
     if learnt is not None:
         places, factor, rows = learnt
-        return Bias(_visible(hidden, gap), None, places, factor, not alike, rows)
+        return Bias(_visible(hidden, gap), None, None, places, factor, not alike, rows)
     relative = _relative(reader, lengths, ~hidden) if bool((every.isinf() == hidden).all()) else None
     return Bias(given=every) if relative is None else Bias(_visible(hidden, gap), relative=relative)
 

@@ -275,7 +275,8 @@ class Program:
             if bool((rows[role][1:, 0] < rows[role][:-1, 0]).any()):
                 yield Step(f"the heads of the {role} are paired with the wrong heads of the queries", "", "split")
             turned = one.change.rotation
-            if turned is not None and not turned.is_in_order(_ranks(rows[role])):
+            whole = rows[role].view(1, -1) if turned is not None and turned.whole else rows[role]
+            if turned is not None and not turned.is_in_order(_ranks(whole)):
                 yield Step(f"the features of a head of the {role} are rotated in another order", "", "again")
         if not torch.equal(_ranks(rows["query"]), _ranks(rows["key"])):
             yield Step("the features of queries and keys are paired in another order", "", "split")
@@ -315,7 +316,8 @@ class Program:
             if rotation is not None:
                 alike = role != "value" and rotation.grows and all(rotation.is_like(one.rotation) for one in both)
                 said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""
-                yield Step(f"the {role} is rotated by its position", said, "rotary" if said else "rotated")
+                what = f"the {role}, all heads side by side, is" if rotation.whole else f"the {role} is"
+                yield Step(f"{what} rotated by its position", said, "rotary" if said else "rotated")
         if abs(self.value.number - 1) > ROUNDING:
             yield Step(f"the values times {self.value.number:.6g}", "", "context")
 
@@ -339,7 +341,8 @@ class Program:
             yield Step("what the mask of this call adds to the scores", "the mask that is passed", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
-            yield Step("the distance times a slope is subtracted from the scores", said, "scores")
+            distance = f"the distance{self.bias.grid or ''}"
+            yield Step(f"{distance} times a slope is subtracted from the scores", said, "scores")
         if self.cap:
             yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):

@@ -58,10 +58,13 @@ class Rotation:
     first: int = 0  # the position of the first token
     angles: Tensor | None = None  # those of each position, (positions, pairs), where they do not grow evenly
     single: bool = False  # whether its tables are kept in float32
+    whole: bool = False  # whether it is of the features of all heads side by side, before they are split
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate heads, (b, h, l, d)."""
-        return self.by(x, self.angles_of(x.size(-2)).to(x.dtype))
+        rows = x.transpose(1, 2).flatten(2) if self.whole else x
+        rows = self.by(rows, self.angles_of(x.size(-2)).to(x.dtype))
+        return rows.unflatten(-1, (x.size(1), -1)).transpose(1, 2) if self.whole else rows
 
     def by(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate rows by angles of their own, (..., d) by (..., pairs)."""
@@ -97,8 +100,8 @@ class Rotation:
 
     def is_like(self, other: "Rotation | None") -> bool:
         """Whether another one turns the same features by the same angles."""
-        own = (self.start, self.width, self.apart)
-        if other is None or own != (other.start, other.width, other.apart):
+        own = (self.start, self.width, self.apart, self.whole)
+        if other is None or own != (other.start, other.width, other.apart, other.whole):
             return False
         most = min((len(one.angles) for one in (self, other) if one.angles is not None), default=3)
         return torch.allclose(_on_circle(self.angles_of(most)), _on_circle(other.angles_of(most)), atol=LOOSE)
@@ -144,6 +147,13 @@ class Met:
         """Take the same rows of heads, (b, h, l, d)."""
         return x.transpose(1, 2).flatten(0, 1)[self.rows, self.heads]
 
+    def side_by_side(self, numbers: Tensor) -> Tensor | None:
+        """Put the heads of each token, (n, d), side by side, (tokens, h * d); None where a token lacks some."""
+        order = (self.rows * (int(self.heads.max()) + 1) + self.heads).argsort()
+        tokens, counts = self.rows.unique(return_counts=True)
+        even = bool((counts == int(self.heads.max()) + 1).all()) and int(counts[0]) > 1
+        return numbers[order].reshape(len(tokens), -1) if even else None
+
 
 def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
     """Find the norm or rotation that turns projected heads, (b, h, l, d), into those that meet."""
@@ -166,10 +176,17 @@ def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched
     rotation, factor = None, factor_between(x, met.numbers, watched.tolerance)
     if factor is None:
         positions = met.rows % projected.size(2)
-        rotation, factor = _rotation(x, met.numbers, positions) or (None, 0.0)
+        have = met.numbers
+        rotation, factor = _rotation(x, have, positions) or (None, 0.0)
+        wide, both = met.side_by_side(x), met.side_by_side(have)
+        if rotation is None and wide is not None and both is not None:
+            x, have, positions = wide, both, met.rows.unique() % projected.size(2)
+            rotation, factor = _rotation(x, have, positions) or (None, 0.0)
+            rotation = None if rotation is None else replace(rotation, whole=True)
         if rotation is None:
             return None
         x = rotation.by(x, rotation.angles_of(int(positions.max()) + 1)[positions])
+        met = replace(met, numbers=have)
     gap = float((factor * x - met.numbers).abs().max())
     return gap, Change(norm, rotation, snapped(factor, 1.0, watched.tolerance))
 

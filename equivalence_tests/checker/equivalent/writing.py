@@ -254,6 +254,9 @@ class AttentionWriter:
     def _rotated(self, role: str, rotation: Rotation) -> Iterator[str]:
         if rotation.angles is not None:
             raise UnreadError("angles that were seen for one length only cannot be written down")
+        if rotation.whole:
+            heads = getattr(self.program, role).weight.size(0)
+            yield f"{role} = {role}.transpose(1, 2).flatten(2)  # all heads side by side"
         steps = f"torch.tensor({rotation.steps.tolist()})"
         if rotation.base:
             steps = f"{rotation.base!r} ** (-torch.arange(0, {rotation.width}, 2) / {rotation.width})"
@@ -269,6 +272,8 @@ class AttentionWriter:
         yield f"rotated = {rotated}"
         whole = "torch.stack(rotated, -1).flatten(-2)" if rotation.apart == 1 else "torch.cat(rotated, -1)"
         yield f"{role} = torch.cat([{role}[..., :{first}], {whole}, {role}[..., {end}:]], -1)"
+        if rotation.whole:
+            yield f"{role} = {role}.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
 
     def _score_bias(self) -> Iterator[str]:
         bias = self.program.bias
@@ -289,7 +294,12 @@ class AttentionWriter:
     def _distances(self, bias: Bias) -> Iterator[str]:
         """Write the distances of keys from queries, where something is made of them."""
         visible = bias.visible
-        if bias.slopes is not None or bias.relative is not None or not visible.is_everything:
+        if bias.grid is not None:
+            places = f"torch.cartesian_prod(torch.arange({bias.grid.rows}), torch.arange({bias.grid.columns})).to(bias)"
+            yield f"places = {places}"
+            apart, before = "torch.cdist(places, places)", bias.grid.first
+            yield f"distance = {f'F.pad({apart}, ({before}, 0, {before}, 0))' if before else apart}"
+        elif bias.slopes is not None or bias.relative is not None or not visible.is_everything:
             yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
             from_end = " + key.size(-2) - query.size(-2)" if visible.from_end else ""
             yield from [f"distance = queries[:, None] - keys{from_end}"] * (visible.windows is None)

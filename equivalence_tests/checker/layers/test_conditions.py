@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent import calls
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
-from equivalence_tests.checker.layers.whole_parts import Conditions
+from equivalence_tests.checker.layers.whole_beside import Conditions
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model

@@ -139,6 +139,72 @@ def test_mistakes_beside_norms_over_the_batch_are_found(old: str, new: str, verd
     assert said.startswith(verdict), said
 
 
+SERIES = """
+import torch
+from torch import nn
+
+
+class InvertedEmbedding(nn.Module):
+    def __init__(self, seq_len, d_model):
+        super().__init__()
+        self.value = nn.Linear(seq_len, d_model)
+
+    def forward(self, x, x_mark):
+        x = x.permute(0, 2, 1)
+        return self.value(x) if x_mark is None else self.value(torch.cat([x, x_mark.permute(0, 2, 1)], 1))
+
+
+class Layer(nn.Module):
+    def __init__(self, d_model, n_heads, d_ff):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.ff = nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Linear(d_ff, d_model))
+
+    def forward(self, x):
+        x = self.norm1(x + self.attention(x, x, x)[0])
+        return self.norm2(x + self.ff(x))
+
+
+class Model(nn.Module):
+    def __init__(self, configs):
+        super().__init__()
+        self.pred_len = configs.pred_len
+        self.embedding = InvertedEmbedding(configs.seq_len, configs.d_model)
+        self.layers = nn.ModuleList(
+            Layer(configs.d_model, configs.n_heads, configs.d_ff) for _ in range(configs.e_layers)
+        )
+        self.norm, self.projector = nn.LayerNorm(configs.d_model), nn.Linear(configs.d_model, configs.pred_len)
+
+    def forward(self, x_enc, x_mark_enc, x_dec, x_mark_dec):
+        x = self.embedding(x_enc, x_mark_enc)
+        for layer in self.layers:
+            x = layer(x)
+        return self.projector(self.norm(x)).permute(0, 2, 1)[:, :, : x_enc.size(2)]
+"""
+OTHER_SERIES = (
+    ("InvertedEmbedding", "SeriesEmbedding"),
+    ("x = x.permute(0, 2, 1)\n", "x = x.reshape(x.size(0), x.size(2), x.size(1))\n"),
+    ("self.norm(x)).permute(0, 2, 1)", "self.norm(x)).reshape(len(x), self.pred_len, -1)"),
+    ("x = self.norm1(x + self.attention(x, x, x)[0])", "x = self.norm1(self.attention(x, x, x)[0])"),
+)
+
+
+def test_each_series_may_be_a_token(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(SERIES, encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Model")
+    assert report.verdict == "equal", str(report)
+    assert "embedding.value takes features for tokens. Intended: the name Inverted" in " ".join(str(report).split())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("old", "new"), OTHER_SERIES)
+def test_other_series_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
+    assert old in SERIES
+    (tmp_path / "theirs.py").write_text(SERIES.replace(old, new), encoding="utf-8")
+    assert verify(f"{tmp_path / 'theirs.py'}:Model").verdict in ("deviates", "unchecked")
+
+
 ANNOTATED = """
 
 class Norm(nn.Module):

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.layers.whole_beside import normalised
+from equivalence_tests.checker.layers.whole_values import places_of
 from equivalence_tests.checker.verify import verify
 
 
@@ -414,6 +417,75 @@ def test_a_stream_that_comes_back_second_is_used() -> None:
     assert "out_image.weight" in str(verify(ForgetsTheImage).findings)
 
 
+class InvertedForecaster(nn.Module):
+    """Takes what all tokens hold of one feature for a token, as iTransformer does, and normalises each feature."""
+
+    eps = 1e-5
+
+    def __init__(self, seq_len: int = 24, pred_len: int = 6, d_model: int = 16, n_heads: int = 2) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Linear(seq_len, d_model), nn.Linear(d_model, pred_len)
+        layer = nn.TransformerEncoderLayer(d_model, n_heads, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def scaled_back(self, x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        return x * deviation[:, :1].repeat(1, x.size(1), 1) + mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True).detach()
+        x = x - mean
+        deviation = torch.sqrt(x.var(1, keepdim=True, unbiased=False) + self.eps)
+        x = x / deviation
+        y = self.project(self.encoder(self.embed(x.transpose(1, 2)))).transpose(1, 2)
+        return self.scaled_back(y, mean, deviation)
+
+
+class InvertedWithoutItsScale(InvertedForecaster):
+    def scaled_back(self, x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        return x / deviation + mean
+
+
+class InvertedWithTheTwoExchanged(InvertedForecaster):
+    def scaled_back(self, x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        return x * mean + deviation
+
+
+class InvertedWithAGain(InvertedForecaster):
+    """The normalised features are scaled by a gain and a bias, which are taken away again."""
+
+    def __init__(self, seq_len: int = 24, pred_len: int = 6, d_model: int = 16, n_heads: int = 2) -> None:
+        super().__init__(seq_len, pred_len, d_model, n_heads)
+        self.gain, self.bias = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True)
+        x = (x - mean) / deviation * self.gain + self.bias
+        y = self.project(self.encoder(self.embed(x.transpose(1, 2)))).transpose(1, 2)
+        return (y - self.bias) / (self.gain + self.eps**2) * deviation + mean
+
+
+class InvertedInPlace(InvertedForecaster):
+    """Writes into what it takes the deviation of, so that data have no gradients; they need none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True).detach()
+        x = x - mean
+        deviation = torch.sqrt(x.var(1, keepdim=True) + self.eps)
+        x /= deviation
+        y = self.project(self.encoder(self.embed(x.transpose(1, 2)))).transpose(1, 2)
+        return self.scaled_back(y, mean, deviation)
+
+
+def test_a_series_may_be_normalised_by_itself_and_scaled_back_by_the_same_numbers() -> None:
+    for right in (InvertedForecaster, InvertedWithAGain, InvertedInPlace):
+        report = verify(right)
+        assert report.verdict == "equal", str(report)
+        assert any(one.reason.startswith("the output is scaled back by them") for one in report.intended)
+    for wrong in (InvertedWithoutItsScale, InvertedWithTheTwoExchanged):
+        report = verify(wrong)
+        assert (report.verdict, "a series is normalised" in report.reason) == ("unchecked", True), str(report)
+
+
 class ScalesByATensor(nn.Module):
     """Keeps the root of its width as a tensor, which no state_dict holds."""
 
@@ -470,6 +542,12 @@ def test_what_gives_an_image_is_run_as_a_model() -> None:
     assert report.kind == "layers", str(report)
     assert "was found" not in report.reason
     assert not [one for one in report.not_exercised if "model" in one.what]
+
+
+def test_a_single_token_is_no_series() -> None:
+    run = Call(lambda x: x * 2, (torch.randn(3, 1, 4),)).run(read=False)
+    given = run.recorder.given[0]
+    assert normalised(given, places_of(given.value.shape), run.operations) is None
 
 
 class TwoAttentions(nn.Module):

@@ -1,18 +1,15 @@
-"""Follow what the parts of a run are given and what they give, as sums of what came before.
-
-Beside the tokens are masks that hide some, and vectors that change all of a sample.
-"""
+"""Follow what the parts of a run are given and what they give, as sums of what came before."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.vocabulary import MOVES, words
-from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.whole_beside import Conditions, Hidden, Series
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     Labels,
@@ -30,111 +27,10 @@ from equivalence_tests.checker.layers.whole_values import (
     relaid,
 )
 from equivalence_tests.checker.reach.arguments import role_of_parameter
-from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import Frames
 
-BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")
-COMBINES = ("add", "sub", "mul", "div")
 OF_POSITIONS = "positional_encoding"
 IN_ORDER = ("attention", "feed_forward", "layer_norm", "layer", "linear")
-
-
-@dataclass(eq=False)
-class Hidden:
-    """Knows the tensors that are made of masks, or of what ids are compared with, and of nothing else."""
-
-    by_mask: Mapping[str, Tensor | None]  # the tokens, (batch, len), that each hides from all; None if not known
-    made: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # by id, what hides tokens, and which
-
-    def given(self, name: str, x: Tensor) -> bool:
-        """Note an argument that is a mask; say whether it is one."""
-        hides = self.by_mask.get(name)
-        if hides is not None:
-            self.made[id(x)] = name, hides
-        return name in self.by_mask
-
-    def follow(self, operation: Operation) -> None:
-        """Note what an operation makes of masks."""
-        known = next((self.made[id(x.tensor)] for x in operation.inputs if id(x.tensor) in self.made), None)
-        if known is not None:
-            self.made.update({id(slot.tensor): known for slot in operation.outputs})
-
-    def compared(self, operation: Operation) -> None:
-        """Note where ids are one that they are compared with, as padding is."""
-        ids = [x for x in operation.skeleton if type(x) is int]
-        if operation.name in COMPARES and len(ids) == len(operation.inputs) == 1:
-            hides = operation.inputs[0].value == ids[0]
-            self.made[id(operation.outputs[0].tensor)] = f"the id {ids[0]}", hides
-
-    def blanked(self, operation: Operation) -> str:
-        """Say by what the tokens are hidden that an operation sets to 0; "" if it does anything else."""
-        known = [self.made[id(x.tensor)] for x in operation.inputs if id(x.tensor) in self.made]
-        if operation.name not in BLANKS or len(known) != 1:
-            return ""
-        (name, hides), after = known[0], operation.outputs[0].value
-        zero, kept = (after == 0).all(-1), [(after == x.value).all(-1) for x in operation.inputs]
-        alike = next((x for x in kept if x.shape == zero.shape and bool((x | zero).all())), None)
-        return name if alike is not None and torch.equal(zero, hides) else ""
-
-
-@dataclass(eq=False)
-class Conditions:
-    """Knows the tensors that are made of no tokens but a vector of each sample, as of a time step or a class."""
-
-    made: dict[int, tuple[str, str]] = field(default_factory=dict)  # by id, the argument, and the last part or ""
-    places: dict[int, Tensor] = field(default_factory=dict)  # which of the numbers of that part each element is
-    taken: dict[str, list[Tensor]] = field(default_factory=dict)  # those of each part that change tokens
-    widths: dict[str, int] = field(default_factory=dict)  # how many numbers each part gives to a sample
-
-    def given(self, name: str, x: Tensor, all_given: Sequence[Tensor]) -> bool:
-        """Note an argument, if it holds a vector or a number for each sample and others the tokens; say whether so."""
-        samples = [len(other) for other in all_given if other.dim() > 2 or not other.is_floating_point()]
-        if samples and ((x.dim() == 2 and x.is_floating_point()) or (x.dim() == 1 and len(x) in samples)):
-            self.made[id(x)] = name, ""
-        return id(x) in self.made
-
-    def follow(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], path: str = "") -> bool:
-        """Note what an operation or a sub-module makes of no tokens; say whether it is made of such a vector."""
-        known = next((self.made[id(x)] for x in inputs if id(x) in self.made), None)
-        if known is not None:
-            self.made.update({id(x): (known[0], path or known[1]) for x in outputs})
-        for x in outputs if path and known is not None else ():
-            self.places[id(x)], self.widths[path] = torch.arange(x.size(-1)).expand(x.shape), x.size(-1)
-        return known is not None
-
-    def moved(self, operation: Operation) -> None:
-        """Note which numbers lie where in what an operation makes of such a vector; all, where that is not known."""
-        inputs, outputs = operation.inputs, [slot.tensor for slot in operation.outputs]
-        every = [self.places[id(x.tensor)] for x in inputs if id(x.tensor) in self.places]
-        if not every:
-            return
-        moves = operation.name in MOVES and len(inputs) == 1 and every[0].shape == inputs[0].value.shape
-        known = every[0] if len(every) == 1 else torch.cat([one.flatten() for one in every])
-        pieces = list(tensors_of(operation.call([known]))) if moves else [known] * len(outputs)
-        self.places.update({id(x): piece for x, piece in zip(outputs, pieces, strict=True)})
-
-    def changed(self, operation: Operation, data: Sequence[Value], sums: Sums) -> str:
-        """Give a label to tokens that such a vector changes, all alike; "" if none does."""
-        inputs = [slot.tensor for slot in operation.inputs]
-        known = next((self.made[id(x)] for x in inputs if id(x) in self.made), None)
-        if known is None or len(data) != 1 or operation.name not in COMBINES:
-            return ""
-        (name, path), (value,) = known, data
-        evidence = f"the sub-module {path} makes it of the argument {name}" if path else ""
-        places = (self.places[id(x)].flatten() for x in inputs if id(x) in self.places)
-        self.taken.setdefault(path, []).extend(places)
-        sums.say(f"{operation.name} of each token and a vector of its sample", "gate", evidence)
-        sums.used(value, path or name)
-        label = sums.labels.add("conditioned", f"{path or name} {operation.index}", data)
-        if value.terms in sums.labels.streams:
-            sums.labels.streams.add(((label, 1.0),))
-        return label
-
-    @property
-    def idle(self) -> list[str]:
-        """The sub-modules that make numbers of such a vector of which some change no tokens."""
-        used = {path: torch.cat(taken).unique() for path, taken in self.taken.items() if taken}
-        return [path for path, places in used.items() if len(places) < self.widths[path]]
 
 
 @dataclass(eq=False)
@@ -151,6 +47,7 @@ class Parts:
     learnt: dict[int, tuple[str, Tensor | None]] = field(default_factory=dict)
     conditions: Conditions = field(default_factory=Conditions)
     added: set[str] = field(default_factory=set)  # the arguments that hold positions
+    series: Series | None = None  # what is normalised by itself
     sums: Sums = field(init=False)
     hidden: Hidden = field(init=False)
     paths: set[str] = field(init=False)
@@ -236,6 +133,9 @@ class Parts:
         self.calls[path].add(label)
         module = self.module.get_submodule(path) if path in self.paths else None
         first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
+        owner = type(self.module.get_submodule(path.rpartition(".")[0] if module is not None else "")).__name__
+        if kind == "embedding" and self.sums.inverted(path, data[0], owner):
+            data = [replace(data[0], places=torch.zeros_like(data[0].places))]
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"the output of {path} does not have the tokens of its input")

@@ -11,6 +11,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.expressions import own_norm
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_parts import OF_POSITIONS, Parts
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
@@ -62,13 +63,27 @@ class Follower(Parts):
         events = {call.first: call for call in reversed([*events_in(self.recorder, self.module, self.kinds)])}
         place = 0
         while place < len(self.recorder.operations):
-            call = events.get(place)
+            call = events.get(place := self._normalised(place))
             if call is not None:
                 self._called(call)
             else:
                 self._made(self.recorder.operations[place])
             place = max(place + 1, call.end if call is not None else 0)
             place = self._activated(call.outputs if call is not None else (), place)
+
+    def _normalised(self, place: int) -> int:
+        """Take the operations that normalise a series by itself for one; go behind them."""
+        given = self.recorder.operations[place].inputs[:1]
+        value = self.values.get(given[0].key) if given else None
+        if self.series is not None or value is None or self.labels.kind(value) != "given":
+            return place
+        self.series = normalised(given[0], value.places, self.recorder.operations[place:])
+        if self.series is None:
+            return place
+        made = self.recorder.operations[self.series.end].outputs[0].tensor
+        self._new("given", "the normalised series", [value], [made], value.places)
+        self.labels.streams.add(self.values[id(made)].terms)
+        return self.series.end + 1
 
     def _activated(self, outputs: Sequence[Tensor], place: int) -> int:
         """Take several operations behind a matrix that make one activation of what it gave for one; go behind them."""
@@ -88,6 +103,9 @@ class Follower(Parts):
         if name in SHAPED:  # the second is there for its shape alone
             data = data[: int(id(inputs[0]) in self.values)]
         made = [slot.tensor for slot in operation.outputs]
+        if self.series is not None and self.series.follow(operation, data):
+            self._give(made, data[0]) if data else None
+            return
         if name in CREATES or (not data and self.conditions.follow(inputs, made)):
             self.conditions.moved(operation)
             return
@@ -303,6 +321,10 @@ class Follower(Parts):
         if known is None:
             raise UnreadError("the output could not be followed")
         self.returned = known.terms
+        if self.series is not None:
+            said = "the output is scaled back by them; no gradients of data were compared"
+            said *= self.series.is_undone(known.terms)
+            self.sums.say("a series is normalised by its own mean and deviation", "project", said)
         for label, made in self.labels.of_kind("given"):
             if label not in self.labels.users and "compared" in {one.kind for one in self.labels.made.values()}:
                 self.sums.say(f"nothing reads {made.words}", "unused")

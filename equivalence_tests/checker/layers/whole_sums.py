@@ -18,6 +18,7 @@ from equivalence_tests.checker.layers.whole_values import (
     Made,
     Terms,
     Value,
+    is_turned,
     keeps_rows,
     lies_in_order,
 )
@@ -41,6 +42,7 @@ class Sums:
     seen: set[Terms] = field(default_factory=set)
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
     mixing: set[str] = field(default_factory=set)  # the convolutions between sub-layers
+    inverts: bool = False  # whether features were taken for tokens
     put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
 
     def used(self, value: Value, by: str) -> None:
@@ -128,6 +130,14 @@ class Sums:
         own = made.kind != "layer_norm" and made.words in self.paths
         self.say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
 
+    def inverted(self, path: str, value: Value, owner: str) -> bool:
+        """Note that a matrix makes one token of what all tokens hold of one feature, as in an iTransformer."""
+        if turned := is_turned(value.places):
+            said = re.search("inverted|itransformer", f"{self.name} {owner}", re.IGNORECASE)
+            self.say(f"{path} takes features for tokens", "project", f"the name {said.group()}" if said else "")
+            self.inverts = True
+        return turned
+
     def is_beside_a_norm(self, path: str, value: Value) -> bool:
         """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
         if self.labels.kind(value) != "layer_norm":
@@ -201,7 +211,8 @@ class Sums:
     def come_back(self, value: Value) -> None:
         """Ask of what comes back whether it is the stream of tokens, in order."""
         self.used(value, "the output")
-        if value.places.dim() and not lies_in_order(value.places):
+        ordered = is_turned if self.inverts else lies_in_order
+        if value.places.dim() and not ordered(value.places):
             self.say("the output has its tokens or features in another order", "output")
         for label, _ in value.terms:
             self.labels.users.setdefault(label, set()).add("output")

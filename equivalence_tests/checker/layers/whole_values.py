@@ -349,6 +349,11 @@ def meets_features(one: Value, other: Value) -> bool:
     return min(x.dim(), y.dim()) > 1 and all(map(lies_in_order, (x, y.mT))) and lies_whole(x) and lies_whole(y.mT)
 
 
+def is_turned(places: Tensor) -> bool:
+    """Whether the last axis holds the tokens and the one before it the features, both in order."""
+    return places.dim() > 2 and lies_whole(places.mT) and lies_in_order(places.mT)
+
+
 def keeps_rows(operation: Operation) -> bool:
     """Whether what an operation moves stays in order, some of it left out, or all of it repeated for each sample."""
     moved = operation.call([places_of(operation.inputs[0].value.shape)])

@@ -73,6 +73,7 @@ class Whole:
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
+    normalises: bool = False  # whether it is given data, which it normalises
 
     @cached_property
     def calls(self) -> Calls:
@@ -158,6 +159,7 @@ class Whole:
             masked, other = self._follow(masked=True)
             steps += other.steps(list(tensors_in((masked.output,))))
         self.steps = tuple(dict.fromkeys(steps))
+        self.normalises = follower.series is not None
         return run, follower
 
     def _follow(self, masked: bool) -> tuple[Run, Follower]:
@@ -229,8 +231,8 @@ class Whole:
         return replace(found.of(program), not_run=(*left, *(f"{case.words}: {why}" for case, why in found.left_out)))
 
     def _seeds(self, call: Call, masks: Collection[str]) -> dict[int, Tensor]:
-        """The arguments whose gradients are compared: all that hold tokens."""
-        given = [x for name, x in call.tensors if name not in masks]
+        """The arguments whose gradients are compared: all that hold tokens; data that are normalised need none."""
+        given = [x for name, x in call.tensors if name not in masks and not self.normalises]
         return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() > 2}
 
     def _tolerance(self, masked: bool) -> float:

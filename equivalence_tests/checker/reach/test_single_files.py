@@ -256,6 +256,26 @@ class SASRec(nn.Module):
         positive, negative = self.item_emb(pos_seqs.to(self.dev)), self.item_emb(neg_seqs.to(self.dev))
         return (features * positive).sum(dim=-1), (features * negative).sum(dim=-1)
 """
+WIDE = """
+class Attention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.heads = n_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, d_model, 2).float() / d_model))
+
+    def rotated(self, x):
+        angles = torch.arange(x.size(1))[:, None] * self.inv_freq
+        one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
+        both = one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()
+        return torch.stack(both, -1).flatten(-2)
+
+    def forward(self, x):
+        q, k, v = self.rotated(self.q(x)), KEYS, self.v(x)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+"""
 NEVER = """
 class Attention(nn.Module):
     def __init__(self, d_model, n_heads):
@@ -284,11 +304,13 @@ def report_on(text: str, name: str, folder: Path) -> str:
         *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
         (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention"),
         *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
+        (WIDE.replace("KEYS", "self.rotated(self.k(x))"), "Attention"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
         *("a window", "a layer that attends itself", "items that are scored"),
+        "all heads rotated together",
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -309,12 +331,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (INLINE.replace("KEYS", "_"), "Layer", "rotate the queries but not the keys"),
         (SEQUENCES.replace("DIAGONAL", ", diagonal=1"), "SASRec", "sees the token after it"),
         (NEVER, "Attention", "a triangle out of a mask that hides nothing"),
+        (WIDE.replace("KEYS", "self.k(x)"), "Attention", "all heads side by side, is rotated by its position"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
         *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
-        *("items one ahead", "a mask of nothing", "a scale that nobody chose"),
+        *("items one ahead", "a mask of nothing", "keys of all heads stay", "a scale that nobody chose"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ class CompileRewritesAttention(Trap):
         "moves the heads as well."
     )
     places = (Place(functional.attention, "k.transpose"),)
-    instead = "Move the heads first, then transpose the last two axes, and compare your code with itself in eager mode."
+    instead = (
+        "Move the heads first, then transpose the last two axes, and compare your code with itself in eager mode."
+    )
     issues = ("pytorch/pytorch#195320", "pytorch/pytorch#195383")
     since = "2.13"
     mended_in = "2.15"
