@@ -133,6 +133,9 @@ def verify_command(
             help="Print an attention with a mistake to try this on: the my_attention.py of the README.",
         ),
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the code too, and compare it with itself in eager mode.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="CPU seconds allowed for each target.", min=1)] = 120.0,
     memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory allowed for each target.", min=256)] = 4096,
 ) -> None:
@@ -144,10 +147,10 @@ def verify_command(
     del example  # its callback has answered already
     files = {to_json: json_file, to_junit: junit_file, to_sarif: sarif_file}
     printed = [*files.values()].count(PRINTED) + equivalent + template
-    _refuse_options(kind, inputs, adapter, printed, template)
+    _refuse_options(kind, inputs, adapter, printed, template, compiled)
     excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
     console = Console(stderr=bool(printed))
-    pattern = Request("", inputs, kind, adapter, excused, run_all)
+    pattern = Request("", inputs, kind, adapter, excused, run_all, compiled)
     requests, unread = _requests(targets, console, pattern, skip_empty)
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
     if PRINTED not in files.values():
@@ -167,7 +170,7 @@ def verify_command(
     raise typer.Exit(VERDICTS["equal"] if skip_empty and not reports else _status(reports, allow_partial))
 
 
-def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, template: bool) -> None:
+def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, template: bool, compiled: bool) -> None:
     """Refuse options that do not go together, and a kind that there is not; so many of them print."""
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
@@ -178,6 +181,8 @@ def _refuse_options(kind: str | None, inputs: str, adapter: str, printed: int, t
         raise typer.BadParameter(
             "shows the call that is worked out: leave --inputs and --adapter out", param_hint="--template"
         )
+    if compiled and inputs:
+        raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
 
 
 def _requests(

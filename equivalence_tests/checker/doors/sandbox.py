@@ -35,6 +35,7 @@ class Request:
     adapter: str = ""  # "file.py:NAME" of an ``Adapter``; "" for none
     intended: dict[str, str] = field(default_factory=dict)  # as in ``verify``
     run_all: bool = False  # run every cell of a notebook
+    compiled: bool = False  # compile it too
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _look_like_a_plain_process() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
-def _check(answers: Connection, target: str, inputs: str, adapter: str, **options: Any) -> list[Report]:
+def _check(answers: Connection, target: str, inputs: str, adapter: str, compiled: bool, **options: Any) -> list[Report]:
     # Torch is imported when the parent is watched already: if it vanishes meanwhile, this process does too.
     from equivalence_tests.checker.reach.loading import load
     from equivalence_tests.checker.verify import verify
@@ -62,6 +62,11 @@ def _check(answers: Connection, target: str, inputs: str, adapter: str, **option
         options |= {"inputs": load(inputs)} if inputs else {}
         options |= {"adapter": load(adapter)} if adapter else {}
         found: Report | list[Report] = verify(target, progress=answers.send, **options)
+        if compiled and isinstance(found, Report):
+            from equivalence_tests.checker.doors.compiled import add_compiled
+
+            answers.send("compiling it")
+            add_compiled(found, target, options.get("adapter"))
     except CannotCheckError as error:
         return [Report(target, reason=str(error))]
     return found if isinstance(found, list) else [found]

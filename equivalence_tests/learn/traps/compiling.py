@@ -31,7 +31,7 @@ class CompileRewritesAttention(Trap):
     )
     places = (Place(functional.attention, "k.transpose"),)
     instead = (
-        "Move the heads first, then transpose the last two axes, and compare your code with itself in eager mode."
+        "Move the heads first, then transpose the last two axes; `sidebyside verify --compile` tries your own code."
     )
     issues = ("pytorch/pytorch#195320", "pytorch/pytorch#195383")
     since = "2.13"
