@@ -92,7 +92,7 @@ CALLS = (
     ),
     rows("call")(
         "line_raises",
-        "This line raises an exception, whatever the arguments are.",
+        "This line raises an exception that no argument is the cause of.",
         ("{said}", "a line that runs"),
         "{change}",
         (RETURNED, "return self.out_projection(merged)"),

@@ -118,7 +118,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
     (r"^(d|dim)_?out$", lambda s: [s.num_heads * (s.head_dim + 2), s.embed_dim]),  # a scale may take the wrong width
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
-    (r"(?<!image_)(?<!img_)shape", lambda s: [s.embed_dim, [s.embed_dim]]),
+    (r"(?<!image_)(?<!img_)shape", lambda s: [s.embed_dim, [s.embed_dim], (3, IMAGE_SIDE, IMAGE_SIDE)]),
     (r"^size$", lambda s: [s.embed_dim, IMAGE_SIDE]),
     (r"window", lambda s: [MAX_LEN, (2, 4), 4]),  # the length of a window, or the side of one; they divide GRID
     (r"^shift_?(size)?$", lambda s: [0, (1, 1), 1]),

@@ -96,7 +96,24 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
         large.append((instance, SIZES[0]))
     yield from (one for one in large if not small or _sizes_of_tensors(one[0])[0] <= LARGE)
     if not builds:
+        _note_defaults(target)
         raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
+
+
+def _note_defaults(target: Any) -> None:
+    """Note a class's own default that it raises with, such as 4.0 or "GELU", where 4 or "gelu" lets it be built."""
+    defaults = {p.name: p.default for p in parameters_of(target)}
+    others: dict[str, Any] = {name: int(x) for name, x in defaults.items() if type(x) is float and x.is_integer()}
+    others |= {name: x.lower() for name, x in defaults.items() if isinstance(x, str) and x != x.lower()}
+    for name, other in others.items() if target is TRIED.target else ():
+        for ways in itertools.islice(argument_lists(target, SIZES[1]), MOST_BUILDS):
+            own = ways[-1] | {name: defaults[name]}
+            if _first_that_builds(target, [own | {name: other}], []) is not None:
+                try:
+                    target(**own)
+                except Exception as error:  # what every construction ended with
+                    CRASHES.note_default(error, name, own[name], other)
+                return
 
 
 def built_with(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:

@@ -21,7 +21,7 @@ from torch import nn
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
 from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter, value_for
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.syntax import function_at, nodes_in, spans
+from equivalence_tests.checker.reach.syntax import assigned_in, function_at, nodes_in, spans
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
 
@@ -40,9 +40,11 @@ DYNAMIC = re.compile(
 )
 # What Python says of a file that lacks a name; of two that import each other it says more.
 NOT_IN_FILE = re.compile(r"^cannot import name '(\w+)' from '[\w.]+' \([^()]+\)$")
+ALREADY_HELD = re.compile(r"attribute '(\w+)' already exists")
 BEFORE_SUPER = re.compile(r"cannot assign \w+ before Module\.__init__\(\) call")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-OF_CODE = (NameError, AttributeError, TypeError, ImportError, RuntimeError)  # NotImplementedError is of the last
+# NotImplementedError is a RuntimeError.
+OF_CODE = (KeyError, NameError, AttributeError, TypeError, ImportError, RuntimeError)
 # What a parser says of brackets, quotes and signs, and what some versions of Python read and others do not.
 BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterminated")
 SIGNS = re.compile(r"invalid (non-printable )?character")
@@ -90,6 +92,15 @@ class Crashes:
         if key not in self._met:
             fault = _fault(error, last) if _is_readable(key[0]) else None
             self._met[key] = None if fault is None else _crash(error, fault)
+
+    def note_default(self, error: BaseException, name: str, own: object, other: object) -> None:
+        """Note an exception that a class's own default leads to, and that does not come up with another one."""
+        frames = [step for step in walk_tb(error.__traceback__) if is_users(step[0].f_code.co_filename)]
+        for frame, line in [step for step in frames if step[0].f_locals.get(name) is own][-1:]:
+            why = f"it comes of the class's own default, {name}={own!r}; with {name}={other!r} the class can be built"
+            fix = f"Make {name} a whole number here." if isinstance(own, float) else f"Is {name}={other!r} meant?"
+            place = frame.f_code.co_filename, line
+            self._met[*place, str(error)] = _crash(error, Fault(why, fix, place))
 
     @property
     def found(self) -> list[Crash]:
@@ -153,6 +164,8 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             function = _function_of(last)
             if local and function and not _gives_before(local[1], last, ast.walk(function)):
                 return Fault(f"{local[1]} is set only below this line", "Set it before it is read.")
+        case KeyError() if (held := ALREADY_HELD.search(str(error))) and _sets_before(held[1], last):
+            return Fault(f"a line above sets self.{held[1]}", "Only register it.")
         case NameError() if not _may_be_defined(name, last):
             where = "that this line sees " if any(_gives(node, name) for node in nodes_in(path)) else ""
             return Fault(f"no line of {Path(path).name} {where}defines or imports {name}", f"Import or define {name}.")
@@ -285,6 +298,15 @@ def _root_of_a_size(last: TracebackType) -> str:
     values = {getattr(x, "attr", getattr(x, "id", "")): _named(x, names) for x in nodes}
     sizes = (type(value) is int and value_for(name, Sizes())[0] for name, value in values.items() if name != "self")
     return call.func.attr if all(sizes) else ""
+
+
+def _sets_before(name: str, last: TracebackType) -> bool:
+    """Whether a line that runs whenever this one does has set an attribute of self."""
+    around = [x for x in ast.walk(_function_of(last) or ast.Module([], [])) if hasattr(x, "body")]
+    blocks = (x.body for x in around if isinstance(x.body, list) and any(spans(y, last.tb_lineno) for y in x.body))
+    above = [x for block in blocks for x in block if (x.end_lineno or 0) < last.tb_lineno]
+    targets = (own for x in above for own, _ in assigned_in(x))
+    return any(ast.unparse(own) == f"self.{name}" for own in targets)
 
 
 def _may_be_defined(name: str, last: TracebackType) -> bool:

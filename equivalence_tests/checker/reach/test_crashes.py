@@ -84,6 +84,11 @@ OWN = {
         "what is taken there",
         {"built": "self.conv = nn.Conv1d(4, 4, kerner_size=1)\n"},
     ),
+    "a buffer that is an attribute already": (
+        "return x",
+        "Only register it.",
+        {"built": "self.scale = torch.ones(dim)\nself.register_buffer('scale', self.scale)\n"},
+    ),
     "a number where torch takes a tensor": (
         "return x / torch.sqrt(self.dim)",
         "math.sqrt",
@@ -100,6 +105,10 @@ OWN = {
 # The same exceptions, where something else may be the cause.
 OTHERS = {
     "an attribute that somebody sets": (SELF, {"after": "\ndef build(x):\n    x.projection = nn.Linear(4, 4)\n"}),
+    "a buffer that may be an attribute already": (
+        "return x",
+        {"built": "if dim == 4:\n    self.scale = None\nself.register_buffer('scale', torch.ones(dim))\n"},
+    ),
     "an attribute that is set by its name": (SELF, {"built": "for n in []:\n    setattr(self, n, dim)\n"}),
     "an attribute of a subclass": (SELF, {"after": "\nclass Other(Mine):\n    projection = None\n"}),
     "an attribute of what is handed over": ("return part.project(x)", {}),
@@ -154,6 +163,31 @@ def test_a_part_that_raises_is_found_in_its_layer(tmp_path: Path) -> None:
     assert (report.verdict, report.mistakes) == ("deviates", ("line_raises",))
     assert report.findings[0].is_proven
     assert "NameError: name 'gelu' is not defined" in report.findings[0].have
+
+
+@pytest.mark.parametrize(
+    ("default", "line", "other"),
+    [
+        ("ratio=4.0", "self.into = nn.Linear(dim, hidden)", "ratio=4"),
+        ("ratio=0.5", "", ""),
+        ("act='GELU'", "self.act = getattr(F, act)", "act='gelu'"),
+        ("act='gelu', *, names", "", ""),
+    ],
+)
+def test_a_default_that_raises_where_another_does_not_is_found(
+    tmp_path: Path, default: str, line: str, other: str
+) -> None:
+    hidden = "dim * ratio" if "ratio" in default else "dim"
+    lines = [f"class FeedForward(nn.Module):\n    def __init__(self, dim, {default}):", "super().__init__()"]
+    lines += [f"hidden = {hidden}", "self.into = nn.Linear(dim, hidden)"]
+    lines += ["self.act = getattr(F, act)"] if "act" in default else []
+    lines += ["self.on = names['x']['y']['z']"] if "names" in default else []
+    (tmp_path / "feed.py").write_text(
+        HEAD + "\n        ".join(lines) + "\n\n    def forward(self, x):\n        return x\n"
+    )
+    found = verify(f"{tmp_path / 'feed.py'}:FeedForward").findings
+    assert [one.line.text for one in found if one.line] == ([line] if line else [])
+    assert all(f"with {other} the class can be built" in one.evidence for one in found)
 
 
 def test_a_file_that_raises_when_it_is_imported_deviates_where_nothing_else_is_said(tmp_path: Path) -> None:
