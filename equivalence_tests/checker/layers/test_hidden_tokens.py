@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.layers.whole_beside import Hidden
 from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
 
@@ -88,6 +89,27 @@ def test_hidden_tokens_may_be_set_to_0(end: str, required: bool, tmp_path: Path)
     said = report_on(text.replace(END, end), "EncoderLayer", tmp_path)
     assert said.startswith("equal"), said
     assert "the tokens that are hidden are set to 0. Intended: mask says that they are no tokens" in said
+
+
+TIMES = (
+    TEXT.replace("(self, x, mask=None):\n        x =", "(self, x, non_pad_mask=None, mask=None):\n        x =")
+    .replace("        if mask is not None:\n            x = x * mask.unsqueeze(-1)", "        x *= non_pad_mask")
+    .replace("        if mask is not None:\n            s = s", "        s = s")
+)
+
+
+def test_masks_that_a_layer_cannot_do_without_are_given(tmp_path: Path) -> None:
+    """Right: both default to None, one is multiplied with, and the attention computes with the other."""
+    said = report_on(TIMES, "EncoderLayer", tmp_path)
+    assert said.startswith("equal"), said
+    assert "Intended: non_pad_mask says that they are no tokens" in said
+
+
+@pytest.mark.parametrize(("name", "real"), [("non_pad_mask", True), ("pad_mask", False)])
+def test_what_is_multiplied_with_is_a_mask_of_real_tokens_by_its_name(name: str, real: bool) -> None:
+    hidden, given = Hidden({name: None}), torch.ones(2, 5, 1)
+    assert hidden.given(name, given)
+    assert bool(hidden.made) == real
 
 
 @pytest.mark.sampled(2)

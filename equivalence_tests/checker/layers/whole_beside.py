@@ -1,5 +1,6 @@
 """What is beside the tokens of a layer or a model: masks, a vector of each sample, what normalises a series."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from equivalence_tests.checker.layers.whole_values import FEATURES, Terms, Value
 from equivalence_tests.checker.reach.tracing import tensors_of
 
 BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")
+OF_PADDING = re.compile(r"^(?!.*no[nt]).*pad")  # it says which tokens are none
 COMBINES = ("add", "sub", "mul", "div")
 MOST_OPERATIONS = 16  # by which a series is normalised
 
@@ -27,9 +29,9 @@ class Hidden:
 
     def given(self, name: str, x: Tensor) -> bool:
         """Note an argument that is a mask; say whether it is one."""
-        hides = self.by_mask.get(name)
-        if hides is not None:
-            self.made[id(x)] = name, hides
+        hides, real = self.by_mask.get(name), x.dim() == 3 and x.size(-1) == 1 and bool((x == 1).all())
+        if hides is not None or (real and name in self.by_mask and not OF_PADDING.search(name.lower())):
+            self.made[id(x)] = name, torch.zeros(x.shape[:2]).bool() if hides is None else hides
         return name in self.by_mask
 
     def follow(self, operation: Operation) -> None:

@@ -247,7 +247,9 @@ class Trial:
         form = mask if hides else self.plan.neutral
         if form is None:
             return None if self.plan.positional else LEFT_OUT
-        alone = OF_QUERY_TOKENS in self.plan.given and not OF_MEMORY.search(name)
+        others = [n for n, r in self.plan.roles if r in ("mask", "mask?", "neutral")]
+        alone = OF_QUERY_TOKENS in self.plan.given or any(map(OF_MEMORY.search, others))
+        alone = alone and not OF_MEMORY.search(name)
         keys = inputs.query if role == OF_QUERY_TOKENS or (alone and role not in PADDING) else inputs.key
         if role in PADDING:
             form = replace(form, shape="(batch, key)")
@@ -262,6 +264,7 @@ class Trial:
         width = columns_of(length)
         made = CONSTANTS | {"=height": length // width, "=width": width}
         made["=positions"] = torch.arange(self.first, self.first + length).expand(batch, -1)
+        made["=real tokens"] = torch.ones(batch, length, 1, dtype=self.dtype)
         if role == "=state":
             return empty_state(self.function, name, self.sizes, batch)
         if role in TABLES:

@@ -89,8 +89,9 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
     """
     embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
     trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64), MOST_TRIALS)
+    stacks = ((run_layer(trial), trial.plan.neutral is not None) for trial in trials)
     blind: ModelRun | None = None  # a required mask was given in a form that hides everything
-    for run, masked in itertools.chain(((run_layer(trial), False) for trial in trials), _runs(module, errors)):
+    for run, masked in itertools.chain(stacks, _runs(module, errors)):
         wrong = _mixed_samples(run)
         if wrong == "":
             if not masked or bool(run.call(run.source, run.target).isfinite().all()):

@@ -51,6 +51,7 @@ from equivalence_tests.checker.reach.proposing import (
     exact_lengths,
     handed_on_as,
     held_by_arguments,
+    multiplied_by,
     parameters_of,
     ranked,
     unread_arguments,
@@ -201,10 +202,19 @@ def _required(parameters: list[inspect.Parameter]) -> set[str]:
 
 
 def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
-    """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
+    """Propose what each parameter gets; what tokens are multiplied with may be a mask of those that are there."""
     parameters = parameters_of(function)
     required = _required(parameters)
     roles = _roles(function, parameters, required)
+    times = {n for n in multiplied_by(function) & required if role_of_parameter(n) == "mask"}
+    for more in ([dict.fromkeys(times, "=real tokens")] if times else []) + [{}]:
+        yield from _plans_with({**roles, **more}, function, parameters, required)
+
+
+def _plans_with(
+    roles: Mapping[str, str], function: Callable[..., Any], parameters: list[inspect.Parameter], required: set[str]
+) -> Iterator[CallPlan]:
+    """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     unsaid = [name for name in required if not roles[name]]
     compared = compared_by(type(function)) if unsaid else {}
@@ -370,10 +380,12 @@ def _in_all_forms(trial: Trial, errors: Errors, met: dict[str, Trial]) -> Iterat
             met.setdefault(errors[-1], one)
         return done
 
-    plan, required = trial.plan, _required(parameters_of(trial.function))
+    plan, parameters = trial.plan, parameters_of(trial.function)
+    required = _required(parameters)
     without = tuple((name, "mask?" if role == "mask" and name in required else role) for name, role in plan.roles)
     none_masks = {name for name, role in plan.roles if role == "=None" and role_of_parameter(name) == "mask"}
     all_neutral = tuple((name, "neutral" if name in none_masks else role) for name, role in plan.roles)
+    left_out = tuple((p.name, "neutral") for p in parameters if _role(p) == "mask" and p.name not in dict(plan.roles))
     masked = MaskForm.neutral_forms() if plan.mask_parameter else []
     for angles in _angles_to_try(replace(trial, plan=replace(plan, roles=without))):
         done = tried(replace(plan, roles=without, angles=angles))
@@ -386,6 +398,7 @@ def _in_all_forms(trial: Trial, errors: Errors, met: dict[str, Trial]) -> Iterat
         if masked and (said in errors.before_the_mask or _fails_before_the_mask(neutral, errors)):
             errors.before_the_mask.add(said)
             continue
+        all_neutral += left_out if "NoneType" in errors[-1] and not plan.positional else ()  # it asks for all of them
         for form in masked:
             every = {plan.roles: 0, all_neutral: 0, _with_padding(all_neutral): 0}
             plans = [replace(plan, roles=r, angles=angles, neutral=form) for r in every]

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
@@ -44,6 +45,8 @@ JOINED = ("...",)  # a list that is joined as a whole
 def parameters_of(target: Any) -> list[inspect.Parameter]:
     """List the arguments of a callable, or of the forward of a module, that have names of their own.
 
+    Those that default to None though the code computes with them all the same have no default here.
+
     >>> [p.name for p in parameters_of(nn.ReLU())]
     ['input']
     """
@@ -54,7 +57,51 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     signature = _signature(target, eval_str=True) or _signature(target, eval_str=False)
     if signature is None:  # what is written in C may not say
         return []
-    return with_the_rest(target, signature, lambda function: parsed(source_of(function)), parameters_of)
+    found = with_the_rest(target, signature, lambda function: parsed(source_of(function)), parameters_of)
+    written: Any = getattr(target, "__init__", None) if isinstance(target, type) else target
+    if all(p.default is not None for p in found):
+        return found
+    needed = _needed(inspect.unwrap(getattr(written, "__func__", written)))
+    return [p.replace(default=p.empty) if p.name in needed and p.default is None else p for p in found]
+
+
+@functools.lru_cache(maxsize=256)
+def _needed(function: Any) -> frozenset[str]:
+    """Name what a function computes with, and neither sets nor asks for whether it is there."""
+    used, asked = set[str](), set[str]()
+    for node in parsed(source_of(function)) if inspect.isfunction(function) else ():
+        match node:
+            case ast.BinOp(left=one, right=other):
+                used |= {getattr(one, "id", ""), getattr(other, "id", "")}
+            case (
+                ast.AugAssign(value=ast.Name(id=name))
+                | ast.UnaryOp(op=ast.Invert() | ast.USub(), operand=ast.Name(id=name))
+                | ast.Attribute(value=ast.Name(id=name))
+                | ast.Subscript(value=ast.Name(id=name))
+            ):
+                used.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                asked.add(name)
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.Assert(test=test):
+                asked |= _names_in(test)
+            case ast.BoolOp():
+                asked |= _names_in(node)
+            case ast.Try():
+                return frozenset()
+    return frozenset(used - asked)
+
+
+def multiplied_by(function: Any) -> set[str]:
+    """Name the arguments that a function only multiplies with."""
+    nodes = parsed(source_of(function.forward if isinstance(function, nn.Module) else function))
+    loads = Counter(x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
+    products = (x for x in nodes if isinstance(x, ast.BinOp | ast.AugAssign) and isinstance(x.op, ast.Mult))
+    factors = Counter(name for x in products for name in (getattr(y, "id", "") for y in ast.iter_child_nodes(x)))
+    return {name for name, count in factors.items() if count == loads[name]}
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
