@@ -4,13 +4,14 @@ A mask that hides one token is handed over, in every form, or one token becomes 
 which no query gives any weight is hidden in that attention. What changes in that is what the mask does.
 """
 
+import ast
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import VANISHED
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
+from equivalence_tests.checker.reach.proposing import code_of, parsed
 from equivalence_tests.checker.reach.state import ask
+from equivalence_tests.checker.reporting.lines import Frames
+from equivalence_tests.checker.reporting.lines import source_of as source_text
 
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 # What distinguishes two masks of one kind: whose tokens they hide.
@@ -54,6 +58,7 @@ class Mask:
     reached: Collection[Site] = ()  # the attentions in which it hides a token
     of_keys: bool = False  # whether it can say of a key alone that it is hidden
     side: str = ""  # "source" or "target", as its name has it; "" where that does not say
+    of_others: bool = False  # whether all that it hides in the first attention is made of other tokens
     inverted: Sequence[Site] = ()  # attentions in which padding is all that is seen
 
     @property
@@ -89,6 +94,7 @@ class Masks:
             return
         unused = [mask for mask in self.masks if mask.tried and not mask.used]
         yield from (("mask_never_used", mask.name, "") for mask in unused)
+        yield from (("mask_of_other_tokens", mask.name, "") for mask in self.masks if mask.of_others)
         exchanged = [mask for mask in self.masks if any(map(self._exchanged, mask.reached))]
         if exchanged:
             yield "masks_exchanged", exchanged[0].side, ""
@@ -137,6 +143,22 @@ def looks_ahead(module: nn.Module, run: ModelRun) -> bool:
     return any(key > query for pairs in _Reader(module, run, 1, run).plain.values() for query, key in pairs)
 
 
+def hides_later_steps(module: nn.Module, run: ModelRun) -> bool:
+    """Whether attention is to several tokens of each step of the source, and to none behind its query."""
+    pairs = list(set().union(*_Reader(module, run, 1, run).plain.values()))
+    keys, steps = 1 + max((key for _, key in pairs), default=0), run.source.size(1)
+    return keys > steps and keys % steps == 0 and all(key <= query for query, key in pairs)
+
+
+def line_that_sets(function: Callable[..., Any], name: str) -> Frames:
+    """The last line that sets an argument of a function; none where no line does."""
+    nodes, code = parsed(source_text(function)), code_of(function)[1]
+    lines = [x.lineno for x in nodes if isinstance(x, ast.Name) and x.id == name and isinstance(x.ctx, ast.Store)]
+    return tuple(
+        (code.co_filename, code.co_firstlineno + line - 1, code.co_name) for line in sorted(lines)[-1:] if code
+    )
+
+
 def padding_in_front_sees_nothing(module: nn.Module, run: ModelRun) -> bool:
     """Whether a first token that is padding has no key to see in some attention, as those behind it are hidden too."""
     reader = _Reader(module, run, 1, run)
@@ -182,11 +204,14 @@ class _Reader:
                 continue
             mask = replace(mask, tried=True)
             if not torch.allclose(before, after, equal_nan=True):
-                mask = replace(mask, used=True, reached=self._reached(name, form))
+                of_others = mask.of_others or self._hides_others(name, form)
+                mask = replace(mask, used=True, reached=self._reached(name, form), of_others=of_others)
             if mask.reached:
                 own = {"target" if site.reads == "target" else "source" for site in mask.reached}
                 side = mask.side or ("" if len(own) > 1 else own.pop())
-                return replace(mask, form=form, of_keys=self._is_of_keys(name, form, mask.reached), side=side)
+                return replace(
+                    mask, form=form, of_others=False, of_keys=self._is_of_keys(name, form, mask.reached), side=side
+                )
         return mask
 
     def _given(self, name: str, form: MaskForm, tokens: Tensor, hidden: int | None = None) -> Given:
@@ -220,15 +245,45 @@ class _Reader:
 
     def _reached(self, name: str, form: MaskForm) -> list[Site]:
         """The attentions in which the token that is hidden has weight without the mask, and only its own with it."""
-        given, place = self._given(name, form, self.run.source, HIDDEN), _place(form) % self.run.source.size(1)
-        seen = self.seen(given, self.run.source, self.run.target)
+        places = self._made_of(_place(form) % self.run.source.size(1))
+        seen = self._seen_with(name, form)
         found = list[Site]()
         for site in seen:
-            before, after = ({query for query, key in one.get(site, ()) if key == place} for one in (self.plain, seen))
-            own = {place} if site.reads != "memory" and before != {place} else set[int]()
+            before, after = ({query for query, key in one.get(site, ()) if key in places} for one in (self.plain, seen))
+            own = places if site.reads != "memory" and before != places else set[int]()
             if before and not after - own:
                 found.append(site)
         return found
+
+    def _seen_with(self, name: str, form: MaskForm) -> Seen:
+        return self.seen(self._given(name, form, self.run.source, HIDDEN), self.run.source, self.run.target)
+
+    def _made_of(self, place: int) -> set[int]:
+        """The places in the first attention of what is made of a token, where there are more of them than tokens."""
+        site = next(iter(self.plain), Site("", ""))
+        most = max((key for _, key in self.plain.get(site, ())), default=0)
+        if most < self.run.source.size(1) or self.run.kind == "image" or self.run.target is not None:
+            return {place}
+        changed = self.run.source.clone()
+        changed[:, place] = self.run.source[:, place - 1]
+        runs = [
+            Call(self.run.run, (x, None, {}), module=self.module).run(read=False) for x in (self.run.source, changed)
+        ]
+        calls = [next((one for one in ran.recorder.calls if one.path == site.path), None) for ran in runs]
+        before, after = (call.inputs[0] if call is not None else None for call in calls)
+        if before is None or after is None or before.dim() != 3 or before.shape != after.shape:
+            return {place}
+        return set((before[0] != after[0]).any(-1).nonzero().flatten().tolist()) or {place}
+
+    def _hides_others(self, name: str, form: MaskForm) -> bool:
+        """Whether a mask hides only tokens that are not made of the one that it is to hide."""
+        own, plain = self._made_of(HIDDEN), self._output(name, form, None)
+        if own == {HIDDEN} or plain is None or _place(form) != HIDDEN:
+            return False
+        alone = self.run.call(self.run.source, None)
+        seen, site = self._seen_with(name, form), next(iter(self.plain))
+        hidden = {key for _, key in self.plain[site]} - {key for _, key in seen.get(site, self.plain[site])}
+        return torch.allclose(plain, alone) and bool(hidden) and hidden.isdisjoint(own)
 
     def _is_of_keys(self, name: str, form: MaskForm, reached: Collection[Site]) -> bool:
         """Whether a mask that has no axis for queries hides the token in the same attentions."""

@@ -17,7 +17,13 @@ from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import OF_MASKS
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
-from equivalence_tests.checker.layers.masks import PADDING, looks_ahead, padding_in_front_sees_nothing
+from equivalence_tests.checker.layers.masks import (
+    PADDING,
+    hides_later_steps,
+    line_that_sets,
+    looks_ahead,
+    padding_in_front_sees_nothing,
+)
 from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, masks_of, outermost, recorded
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
@@ -37,6 +43,7 @@ Stack = tuple[str, list[nn.Module]]
 WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
+OF_OTHERS, OF_ANOTHER = "mask_of_other_tokens", "outputs_of_other_tokens"
 SEES_ALL = "every token sees those after it: right where hidden tokens are predicted, wrong where the next one is"
 SEES_NONE = (
     "it has no key to see, which gives NaN, in torch's own layers on their fast path; padding behind the tokens ran"
@@ -132,7 +139,7 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     read = replace(read, masks=[mask for mask in read.masks if mask not in idle])
     wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
-        yield "masks of the model", name, _layer_around(path) or mask * (name == "mask_never_used")
+        yield "masks of the model", name, _layer_around(path) or mask * (name in ("mask_never_used", OF_OTHERS))
 
 
 def _layer_around(path: str) -> str:
@@ -147,10 +154,16 @@ def _lines_of(walk: Walk, called: Mapping[str, Frames], mistake: str, where: str
         return called.get(where, called.get(f"{where}.0", ()))
     if mistake == "part_never_used":
         return assigned_at(walk.module, where)
+    if mistake == OF_OTHERS:
+        return line_that_sets(type(walk.module).forward, where)
+    inside = [x.end for x in walk.calls if x.path == where or is_inside(x.path, where)]
+    end = max(inside, default=0) if mistake == OF_ANOTHER else 0
     ran = [op for op in walk.ran.operations if op.frames] if walk.ran is not None else []
     if walk.ran is not None and mistake == "no_positions":
         taken = ((op.frames, walk.ran.recorder.named(bits)) for op in ran for bits in op.origins)
         return next((frames for frames, names in taken if any(map(POSITIONS.search, names))), ())
+    if end:
+        return next((op.frames for op in ran if op.index >= end and op.name in ("view", "reshape", "permute")), ())
     shown = named_mistake(mistake).ran
     return frames_where(shown, [op for op in ran if op.place == where]) if shown else ()
 
@@ -262,6 +275,9 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
     later = None if run.kind == "stack" else reads_later_tokens(run)
     if later is None and asked and run.target is None:  # what comes back is of the last token alone
         later = looks_ahead(walk.module, run)
+    if later and run.target is None and hides_later_steps(walk.module, run):
+        yield "the future is unseen", OF_ANOTHER, next(iter(last), "")
+        return
     if run.masks and (run.target is not None or "mask" in calls or not calls):
         if asked and later and run.target is None:
             walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is passed")

@@ -15,6 +15,7 @@ from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_parts import OF_POSITIONS, Parts
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
+    FEATURES,
     PASSES,
     POOLS,
     SHAPED,
@@ -148,6 +149,8 @@ class Follower(Parts):
             self._function("softmax", name, data, operation)
         elif name in ("matmul", "bmm") and (items := self.labels.items_in(data)) and meets_features(*data):
             self._scored(items, data, operation)
+        elif name == "stack" and len(data) == len(inputs) > 1 and data[0].places.dim() == 3:
+            self._side_by_side(operation, data)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
         elif not operation.outputs[0].value.is_floating_point():
@@ -164,6 +167,25 @@ class Follower(Parts):
         for slot, start in zip(operation.inputs, starts, strict=False):
             own = range(start, start + slot.value.size(1)) if id(slot.tensor) in self.learnt else ()
             self.sums.put[label] = self.sums.put.get(label, set()) | {*own}
+
+    def _side_by_side(self, operation: Operation, data: list[Value]) -> None:
+        """Number the tokens of several sequences step by step, so that this is the order that one of them has."""
+        out, places, count = operation.outputs[0], data[0].places, len(data)
+        for value in data:
+            self.sums.used(value, operation.name)
+        if not lies_in_order(places) or not all(torch.equal(x.places, places) for x in data):
+            self.sums.say(f"{operation.name} of sequences in another order", "project")
+        self.sums.say(f"{count} sequences are one", "project", "the tokens of one step stand side by side")
+        numbered = [(places // FEATURES * count + i) * FEATURES + places % FEATURES for i in range(count)]
+        with torch.no_grad():
+            label = self._new(
+                "tokens",
+                f"{count} sequences",
+                data,
+                [out.tensor],
+                torch.stack(numbered, operation.argument(1, "dim", 0)),
+            )
+        self.sums.steps_of[label] = count
 
     def _of_ids(self, operation: Operation, data: list[Value]) -> None:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
@@ -218,6 +240,8 @@ class Follower(Parts):
                 self._give([slot.tensor], Value(value.terms, x))
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
+            elif operation.name in ("getitem", "select") and self.sums.is_of_one_sequence(value, x):
+                self._new("pool", "the tokens of one sequence", [value], [slot.tensor], places_of(slot.value.shape))
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
                 own = lies_in_order(value.places) and self.sums.is_put(value, x)
                 self._pooled("a token" if own else "another token", value, operation)
@@ -267,6 +291,7 @@ class Follower(Parts):
         if id(x) not in self.learnt:
             return None
         name, places = self._names(x), self._elements(x)
+        places = places[:1] if places.dim() > 2 and bool((places == places[:1]).all()) else places
         if bool((places.flatten().diff() != 1).any()):
             self.sums.say(f"{name} is added in another order", "scores")
         self.sums.from_row(name, int(places.min()) // places.size(-1))

@@ -43,6 +43,7 @@ class Sums:
     rows: dict[str, int] = field(default_factory=dict)  # of a table, the first row that is added to tokens
     mixing: set[str] = field(default_factory=set)  # the convolutions between sub-layers
     inverts: bool = False  # whether features were taken for tokens
+    steps_of: dict[str, int] = field(default_factory=dict)  # how many tokens each step of several sequences has
     put: dict[str, set[int]] = field(default_factory=dict)  # the places of learnt tokens among those they are put to
 
     def used(self, value: Value, by: str) -> None:
@@ -286,6 +287,16 @@ class Sums:
         token = int(taken.flatten()[0]) // FEATURES % value.places.size(1)
         put = [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
         return not any(put) or any(token in one for one in put)
+
+    def is_of_one_sequence(self, value: Value, taken: Tensor) -> bool:
+        """Say that one token of each step is taken where several sequences are one; say whether they are."""
+        steps = [self.steps_of[label] for label in self.labels.ancestors(value.terms) if label in self.steps_of]
+        if not steps or taken.dim() != 3:
+            return False
+        apart = bool(((taken[..., 0] // FEATURES).diff(dim=1) == steps[0]).all()) and len(steps) == 1
+        self.used(value, "the output")
+        self.say("one token of each step is taken", "output", "the others are of other sequences" * apart)
+        return True
 
     def from_row(self, name: str, row: int) -> None:
         """Note from which row on a table is added."""

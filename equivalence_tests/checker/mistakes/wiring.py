@@ -103,6 +103,15 @@ ROWS = (
         ran="call",
     ),
     _layer(
+        "mask_of_other_tokens",
+        "Where this mask says that a token is hidden, others are hidden, and not that one.",
+        (
+            "mask.repeat(1, n): the mask of all steps, n times",
+            "mask.repeat_interleave(n, 1): that of each step, n times",
+        ),
+        "Lay the mask out as the tokens are laid out that it hides.",
+    ),
+    _layer(
         "model_padding_inverted",
         "The padding is shown to these layers and the words are hidden: they read the mask the wrong way round.",
         ("mask = ids == pad, where True means may look", "mask = ids != pad, where True means may look"),
@@ -152,6 +161,15 @@ ROWS = (
         ("[layer] * num_layers", "[make_layer() for _ in range(num_layers)]"),
         "Make a new layer for each place, or copy.deepcopy one.",
         on_purpose_in="ALBERT and the Universal Transformer do so.",
+    ),
+    _layer(
+        "outputs_of_other_tokens",
+        "No attention sees later tokens, and earlier outputs change with them: outputs are read from other tokens.",
+        (
+            "h.view(b, n, len, d): the first part of all tokens, the next, ...",
+            "h.view(b, len, n, d): each step's tokens",
+        ),
+        "Take the tokens apart as they were put together.",
     ),
     _layer(
         "future_is_seen",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import POSITION, trials_of
@@ -21,6 +21,7 @@ from equivalence_tests.checker.reach.proposing import (
     exact_lengths,
     parameters_of,
     ranked,
+    taken_by_parts,
     unread_arguments,
 )
 from equivalence_tests.checker.reach.state import attempt, keeping_state
@@ -36,6 +37,7 @@ LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 TIME = re.compile(r"^ts?$|time|step|sigma|noise|^tau$", re.IGNORECASE)
+OF_PLACES = re.compile(rf"{ADDED_POSITIONS.pattern}|pos|{TIME.pattern}", re.IGNORECASE)
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
 PATCHES = (16, 8, 4)  # sides of patches that are usual
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
@@ -127,7 +129,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
     embeds = any(isinstance(m, nn.Embedding) for m in module.modules())
     items = _items_beside(module, required) if embeds else []
-    for roles in itertools.chain(ways, items, ({**required, aim: ""} for aim in aims), other, conditioned):
+    several = [{**required, **_beside(module, required)}] if len(required) > 1 else []
+    for roles in itertools.chain(ways, several, items, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
         if first is not None:
@@ -165,6 +168,17 @@ def _items_beside(module: nn.Module, roles: Mapping[str, str]) -> list[dict[str,
     items = [name for name in names[1:] if ITEMS.search(name.lower())]
     history = [name for name in names[1:] if name not in items and HISTORY.search(name.lower())]
     return [{**roles, **dict.fromkeys(items, "items")}] if items and [*names[:1], *history, *items] == names else []
+
+
+def _beside(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
+    """Give roles for arguments beside one sequence, or two, by the matrices and the embeddings that take them."""
+    taken = {name: part for name, part in taken_by_parts(module).items() if roles.get(name) == ""}
+    kinds = {n: f"features {x.in_features}" if isinstance(x, nn.Linear) else "ids" for n, x in taken.items()}
+    told = [n for n, kind in kinds.items() if not (OF_PLACES.search(n.lower()) or kind == "features 1")]
+    wide = [n for n in told if kinds[n] != "ids"]
+    first = next((n for n in wide or told if not TARGET.search(n.lower())), "")
+    last = next((n for n in told if not wide and TARGET.search(n.lower())), "")
+    return {n: kind for n, kind in kinds.items() if n not in (first, last)} if first else {}
 
 
 def _of_samples(role: str, batch: int) -> Tensor:
@@ -234,6 +248,9 @@ def _arguments(
         if role == "mask" and form is not None:
             may_attend = torch.ones(len(source), *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
+        elif role == "ids" or role.startswith("features"):
+            beside = _beside_tokens(role, *(last if TARGET.search(name.lower()) else source).shape[:2])
+            arguments[name] = beside.transpose(0, 1) if length_first else beside
         elif role == "items":
             items = torch.arange(source.numel()).view_as(source) % 3 + FIRST_ID  # the same whatever the tokens are
             arguments[name] = items.transpose(0, 1) if length_first else items
@@ -247,6 +264,13 @@ def _arguments(
         else:
             arguments[name] = _of_samples(role, len(source))
     return arguments
+
+
+def _beside_tokens(role: str, batch: int, length: int) -> Tensor:
+    """Make what goes to a matrix or an embedding of its own beside the tokens: features, or numbers that rise."""
+    width = int(role.partition(" ")[2] or 0)
+    drawn = torch.arange(batch * length * width).mul(0.7).sin().view(batch, length, width)
+    return drawn if width else torch.arange(1, length + 1).expand(batch, -1)
 
 
 def _mixed_samples(run: ModelRun) -> str | None:

@@ -70,24 +70,13 @@ def _needed(function: Any) -> frozenset[str]:
     """Name what a function computes with, and neither sets nor asks for whether it is there."""
     used, asked = set[str](), set[str]()
     for node in parsed(source_of(function)) if inspect.isfunction(function) else ():
-        match node:
-            case ast.BinOp(left=one, right=other):
-                used |= {getattr(one, "id", ""), getattr(other, "id", "")}
-            case (
-                ast.AugAssign(value=ast.Name(id=name))
-                | ast.UnaryOp(op=ast.Invert() | ast.USub(), operand=ast.Name(id=name))
-                | ast.Attribute(value=ast.Name(id=name))
-                | ast.Subscript(value=ast.Name(id=name))
-            ):
-                used.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                asked.add(name)
-            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.Assert(test=test):
-                asked |= _names_in(test)
-            case ast.BoolOp():
-                asked |= _names_in(node)
-            case ast.Try():
-                return frozenset()
+        if isinstance(node, ast.BinOp | ast.UnaryOp | ast.AugAssign | ast.Attribute | ast.Subscript):
+            computed = [getattr(node, "value", node)] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
+            used |= {x.id for x in computed if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+        elif isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert | ast.BoolOp | ast.Try):
+            asked |= {x.id for x in ast.walk(getattr(node, "test", node)) if isinstance(x, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            asked.add(node.id)
     return frozenset(used - asked)
 
 
@@ -100,8 +89,19 @@ def multiplied_by(function: Any) -> set[str]:
     return {name for name, count in factors.items() if count == loads[name]}
 
 
-def _names_in(node: ast.AST) -> set[str]:
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+def taken_by_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Give the matrix or the embedding that each argument of a forward goes to, there or in what it hands it to."""
+    found, children = dict[str, nn.Module](), dict(module.named_children())
+    for node in parsed(source_of(getattr(type(module), "forward", None))):
+        called = getattr(getattr(node, "func", None), "attr", "")
+        child = children[called] if isinstance(node, ast.Call) and called in children else module
+        child = child[0] if isinstance(child, nn.Sequential) and len(child) else child
+        inner = {} if child is module else taken_by_parts(child)
+        for argument, value in _handed_over(node, child) if isinstance(node, ast.Call) and child is not module else ():
+            taken = child if isinstance(child, nn.Linear | nn.Embedding) else inner.get(argument)
+            if isinstance(value, ast.Name) and taken is not None:
+                found.setdefault(value.id, taken)
+    return found
 
 
 def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
@@ -119,6 +119,13 @@ def unread_arguments(function: Callable[..., Any]) -> set[str]:
     loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
     read = {name for value in loads for name in (value if isinstance(value, tuple) else (value,))}
     return set(names) - read.union(code.co_cellvars)
+
+
+def called_arguments(function: Callable[..., Any]) -> set[str]:
+    """The arguments that a function calls."""
+    nodes = parsed(source_of(getattr(function, "forward", function)))
+    called = {x.func.id for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
+    return called.intersection(code_of(function)[0])
 
 
 def nodes_of(target: Any) -> list[ast.AST]:
@@ -358,6 +365,6 @@ def exact_lengths(module: nn.Module) -> list[int]:
     named = (x for name, x in held if type(x) in (tuple, list) and re.search(RESOLUTION, name.lower()))
     grids = [math.prod(x) for x in named if all(type(size) is int for size in x)]
     sides = [side for side in map(math.isqrt, indices) if side**2 in indices]  # of (len, len), end to end
-    embeds = ((path.rpartition(".")[2], m) for path, m in module.named_modules() if isinstance(m, nn.Embedding))
-    places = [m.num_embeddings for name, m in embeds if ADDED_POSITIONS.search(name.lower())]
+    embeds = ((path.lower().split("."), m) for path, m in module.named_modules() if isinstance(m, nn.Embedding))
+    places = [m.num_embeddings for names, m in embeds if any(map(ADDED_POSITIONS.search, names))]
     return [n for n in dict.fromkeys([*learned, *grids, *sides, *indices, *places]) if SHORT < n <= LONGEST]

@@ -219,7 +219,48 @@ class UnfinishedModel(TranslationModel):
         return x
 
 
-CORRECT = (LayerOfSelfResiduals, SequentialFeedForwardLayer, TwoMaskDecoderLayer, TranslationModel)
+class PlanningModel(nn.Module):
+    """Right: what was seen and what was done are two tokens of each step, side by side; it says what is done next."""
+
+    def __init__(self, obs_dim: int, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.heads, self.positions = n_heads, nn.Embedding(64, d_model)
+        self.see, self.do = nn.Linear(obs_dim, d_model), nn.Linear(1, d_model)
+        self.layers = nn.ModuleList(SequentialFeedForwardLayer(d_model, n_heads, d_ff) for _ in range(2))
+        self.head = nn.Linear(d_model, 1)
+
+    def forward(self, steps: Tensor, seen: Tensor, done: Tensor, pad_mask: Tensor | None = None) -> Tensor:
+        batch, length, _ = seen.shape
+        places = self.positions(steps)
+        x = torch.stack([self.see(seen) + places, self.do(done) + places], dim=2).flatten(1, 2)
+        hidden = torch.ones(2 * length, 2 * length).triu(1).bool().expand(batch, -1, -1)  # True = may not look
+        if pad_mask is not None:
+            pad_mask = self.of_tokens(pad_mask)
+            hidden = hidden | pad_mask[:, None]
+        for layer in self.layers:
+            x = layer(x, hidden.repeat_interleave(self.heads, 0))
+        return self.head(self.taken_apart(x, batch, length))
+
+    def of_tokens(self, pad_mask: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return pad_mask.repeat_interleave(2, 1)
+
+    def taken_apart(self, x: Tensor, batch: int, length: int) -> Tensor:
+        """The stage that defects replace: the tokens of what was seen."""
+        return x.view(batch, length, 2, -1)[:, :, 0]
+
+
+class TiledMaskModel(PlanningModel):
+    def of_tokens(self, pad_mask: Tensor) -> Tensor:
+        return pad_mask.repeat(1, 2)
+
+
+class MistakenTokensModel(PlanningModel):
+    def taken_apart(self, x: Tensor, batch: int, length: int) -> Tensor:
+        return x.view(batch, 2, length, -1)[:, 1]
+
+
+CORRECT = (LayerOfSelfResiduals, SequentialFeedForwardLayer, TwoMaskDecoderLayer, TranslationModel, PlanningModel)
 MASKS, MODEL = "source padding mask not passed on, or used for the target", "layers and stacks wired wrongly"
 BROKEN = (
     (LayerWithoutActivation, ("activation_missing",), "activation missing inside a layer"),
@@ -236,6 +277,8 @@ BROKEN = (
     (UnencodedModel, ("memory_is_not_encoder_output",), MODEL),
     (OneLayerModel, ("layers_share_parameters",), MODEL),
     (PeekingModel, ("future_is_seen",), MODEL),
+    (TiledMaskModel, ("mask_of_other_tokens",), MASKS),
+    (MistakenTokensModel, ("outputs_of_other_tokens",), MODEL),
     (UnorderedModel, ("no_positions", "part_never_used"), MODEL),
     (UnfinishedModel, ("part_never_used",), "final LayerNorm of the stack missing"),
 )
