@@ -59,7 +59,7 @@ from equivalence_tests.checker.reach.configs import made_up_for
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
-from equivalence_tests.checker.reach.proposing import other_options
+from equivalence_tests.checker.reach.proposing import called_arguments, other_options
 from equivalence_tests.checker.reach.state import InDouble, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -269,7 +269,8 @@ def _watch(walk: Walk, run: ModelRun) -> None:
     walk.held = cache(partial(_attentions, walk, run, held=True))
     for path in walk.watched:
         child = module.get_submodule(path)
-        if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
+        own = path and not called_arguments(child)  # else it runs what it is handed
+        if own and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
             vars(child)[BY_DATA_FLOW] = "attention"
 
 

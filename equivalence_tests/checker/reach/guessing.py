@@ -22,7 +22,7 @@ from equivalence_tests.checker.reach.arguments import (
     value_for,
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.proposing import compared_by, keys_for, nodes_of, used_as
+from equivalence_tests.checker.reach.proposing import compared_by, keys_for, nodes_of, parameters_of, used_as
 from equivalence_tests.checker.reach.sublayer import SelfAttention, called_with_one
 from equivalence_tests.checker.reporting.lines import source_of
 
@@ -58,6 +58,10 @@ def override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) -> 
     known, value = value_of(target, parameter.name, sizes)
     if re.search(COUNTS_KEY_HEADS, parameter.name.lower()) and (default is None or type(default) is int):
         return [value]
+    others = [] if target is None else [value_for(p.name, sizes)[1] for p in parameters_of(target)]
+    ambiguous = first_match(parameter.name, AMBIGUOUS, None)
+    if ambiguous and sizes.embed_dim not in others and sizes.embed_dim in ambiguous(sizes):
+        value = sizes.embed_dim  # nothing else says how wide tokens are
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
     if parameter.name == "k" and wanted_number and default < FEW:
         return []  # of the largest, or of neighbours: no width

@@ -46,6 +46,7 @@ from equivalence_tests.checker.reach.proposing import (
     JOINED,
     LONGEST,
     SHORT,
+    called_arguments,
     compared_by,
     empty_state,
     exact_lengths,
@@ -217,6 +218,8 @@ def _plans_with(
     """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
     unsaid = [name for name in required if not roles[name]]
+    if called_arguments(function).intersection(unsaid):
+        return  # what it is to call only its caller knows
     compared = compared_by(type(function)) if unsaid else {}
     left_out = {name: "=None" for name in unsaid if None in compared.get(name, [])}
     positions = {p.name: "=positions" for p in parameters if p.default is None and POSITIONS.search(p.name.lower())}

@@ -6,7 +6,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -765,3 +765,57 @@ class LooksUpAllPlaces(nn.Module):
 def test_items_are_a_vocabulary_and_all_places_may_be_looked_up_at_once() -> None:
     assert exact_lengths(next(build(LooksUpAllPlaces))[0]) == [20]
     assert verify(LooksUpAllPlaces).verdict == "equal"
+
+
+class LooksUpAllRows(nn.Module):
+    """Adds all rows of a table to each sample; a part that is called positions holds it."""
+
+    def __init__(self, length: int, embed_dim: int) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(length, embed_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows.weight.unsqueeze(0).repeat(len(x), 1, 1)
+
+
+class RunsWhatItIsHanded(nn.Module):
+    """A residual around whatever is handed over, as The Annotated Transformer has it."""
+
+    calls = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x: torch.Tensor, sublayer: Any) -> torch.Tensor:
+        type(self).calls += 1
+        return cast(torch.Tensor, x + sublayer(self.norm(x)))
+
+
+class OfHiddenUnits(nn.Module):
+    """Says how wide it is by its hidden units alone, and runs its attention past its own call."""
+
+    def __init__(self, num_items: int, max_len: int, num_heads: int = 2, hidden_units: int = 256) -> None:
+        super().__init__()
+        self.width, self.items = hidden_units, nn.Embedding(num_items + 1, hidden_units)
+        self.position = LooksUpAllRows(max_len, hidden_units)
+        self.attention = nn.MultiheadAttention(hidden_units, num_heads, batch_first=True)
+        self.around = RunsWhatItIsHanded(hidden_units)
+        self.ff = nn.Sequential(nn.LayerNorm(hidden_units), nn.Linear(hidden_units, 2 * hidden_units), nn.ReLU())
+        self.ff.append(nn.Linear(2 * hidden_units, hidden_units))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.items(x) + self.position(x)
+        x = self.around(x, lambda y: self.attention.forward(y, y, y)[0])
+        return cast(torch.Tensor, x + self.ff(x))
+
+
+def test_what_alone_says_how_wide_tokens_are_is_their_width() -> None:
+    module, sizes = next(build(OfHiddenUnits))
+    assert module.width == sizes.embed_dim
+    assert exact_lengths(module) == [MAX_LEN]
+    report = verify(OfHiddenUnits)
+    assert report.verdict == "equal", str(report)
+    RunsWhatItIsHanded.calls = 0
+    assert not list(trials_of(module.around, sizes, torch.float64))  # only its caller knows what
+    assert RunsWhatItIsHanded.calls == 0
