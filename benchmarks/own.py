@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, situation_of, trials_for
 from equivalence_tests.checker.equivalent.holding import Held
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import built

@@ -19,7 +19,7 @@ from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
 from equivalence_tests.checker.equivalent.holding import Held
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.instruments.warm_processes import warm_context
 
 SOURCE = """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import Code, arguments_text, constructor, text
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.arguments import SIZES, role_of_parameter
 from equivalence_tests.checker.reach.configs import ImitatedConfig
 from equivalence_tests.checker.reach.proposing import parameters_of

@@ -1,17 +1,23 @@
-"""Additive attention as a program of torch's parts, with the user's own linear layers.
+"""Attention of other sorts: additive, as a program of torch's parts, and code that returns the weights of one alone.
 
 weights = softmax over the keys of score(tanh(query + key)), of projected queries and keys (Bahdanau et al. 2015); one
 matrix for both side by side is the same (Luong et al. 2015, concat)
 """
 
+import copy
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.additive import IT_IS
 from equivalence_tests.checker.engine.coverage import built_alike
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.comparing import Comparison, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, differs, explained, is_same
@@ -20,14 +26,14 @@ from equivalence_tests.checker.equivalent.holding import Held, case_of, signatur
 from equivalence_tests.checker.equivalent.parameters import Layer, Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart
 from equivalence_tests.checker.equivalent.proving import MADE_OF, argument_of
-from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import Step, UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.equivalent.writer import LAYOUTS, Signature, Text, Writer
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import attempt, prepare
+from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -37,6 +43,8 @@ from equivalence_tests.checker.reporting.report import Report
 KIND = "additive attention"
 SENTENCE = "softmax(score(tanh(query + key))) · value."
 NO_FORM = "in no form does it do what hiding keys before the softmax does"
+TOKENS = 3  # how many axes tokens have: batch, length, features
+ALONE = "it returns the weights alone; they were compared by what they make of the tokens that they weigh"
 
 
 @dataclass(frozen=True)
@@ -190,3 +198,54 @@ def _hiding(signature: Signature) -> Iterator[str]:
         hidden = signature.hidden(1, "key.size(1)")
         yield f"if {signature.mask} is not None:"
         yield f"    scores = scores.masked_fill(({hidden})[:, 0], -torch.inf)"
+
+
+def averaging(subject: Subject) -> Subject | None:
+    """Give code with the product of its weights and the tokens behind it; None where that cannot be."""
+    if sum(p.default is p.empty for p in parameters_of(subject.function)) < 2:
+        return None
+    if subject.module is None:
+        return replace(subject, function=functools.wraps(subject.function)(_averaging(subject.function)))
+    module = attempt(functools.partial(copy.deepcopy, subject.module))
+    if module is None:  # some modules cannot be copied
+        return None
+    forward: Callable[..., Any] = type(module).forward
+    module.forward = MethodType(functools.wraps(forward)(_averaging(forward)), module)
+    return replace(subject, function=module)
+
+
+def _averaging(weigh: Callable[..., Any]) -> Callable[..., Tensor]:
+    known = False  # what was once seen to give weights may give others in training, or where a mask is wrong
+
+    def averaged(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal known
+        (weights,) = tensors_in((weigh(*args, **kwargs),))
+        if not known and not _are_weights(weights):
+            raise ValueError("what it returns are not weights")
+        given = [x for x in args if not isinstance(x, nn.Module)]
+        average = next(_averages(weights, [*tensors_in((given, kwargs))]))
+        known = True
+        return average
+
+    return averaged
+
+
+def _are_weights(x: Tensor) -> bool:
+    """Whether numbers are none below zero, and add up to one along some axis, be it the wrong one."""
+    sums = (x.sum(axis) for axis in range(x.dim()) if x.size(axis) > 1)
+    return not bool((x < 0).any()) and any(near(one, torch.ones_like(one), MEASURED) for one in sums)
+
+
+def _averages(weights: Tensor, given: list[Tensor]) -> Iterator[Tensor]:
+    """Give the averages of all tokens that the weights may be of, of the last that were handed over first."""
+    weights = weights[:, None] if weights.dim() == 2 else weights.mT if weights.size(-1) == 1 else weights
+    batch, keys, lengths = len(weights), weights.size(-1), {n for x in given if x.dim() == TOKENS for n in x.shape[:2]}
+    if weights.dim() == TOKENS + 1 and weights.size(1) in lengths and weights.size(2) not in lengths:
+        weights = weights.transpose(1, 2)  # heads behind the queries
+    for x in given[::-1]:
+        if x.is_floating_point() and x.dim() == TOKENS and sorted((batch, keys)) == sorted(x.shape[:2]):
+            tokens = x if x.shape[:2] == (batch, keys) else x.transpose(0, 1)
+            if weights.dim() == TOKENS:
+                yield weights @ tokens
+            heads = tokens.unflatten(-1, (weights.size(1), -1)).transpose(1, 2)
+            yield (weights @ heads).transpose(1, 2).flatten(2)

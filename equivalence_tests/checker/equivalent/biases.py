@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.windows import Windows, read_windows
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Relative, Slice, read_relative
 from equivalence_tests.checker.equivalent.parameters import apart_in, paired, steps_to
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, SINGLE, places_in
 
 CLOSE = 1e-6

@@ -41,7 +41,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import first_output
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import read
-from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
+from equivalence_tests.checker.equivalent.steps import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise, Finding, Proof

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.equivalent.expressions import Values
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
 from equivalence_tests.checker.reporting.equivalents import Equivalent

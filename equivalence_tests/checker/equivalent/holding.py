@@ -40,8 +40,7 @@ from equivalence_tests.checker.equivalent.part_holding import WrittenPart
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import NOT_ITS_SIZE, Proving, argument_of
 from equivalence_tests.checker.equivalent.reading import read
-from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import Step, UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writer import Signature
 from equivalence_tests.checker.equivalent.writing import AttentionWriter

@@ -20,7 +20,7 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held
 from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.equivalent.search import Rest, Search, left_out_of
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reporting.equivalents import Equivalent

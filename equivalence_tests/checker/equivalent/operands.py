@@ -24,7 +24,7 @@ from equivalence_tests.checker.equivalent.expressions import (
 )
 from equivalence_tests.checker.equivalent.parameters import Affine, Parameters, factor_between, order_of
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Tracer, Watched, places_in
 
 Head = tuple[tuple[int, ...], tuple[int, ...]]

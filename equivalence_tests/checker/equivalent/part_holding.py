@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, unread
 from equivalence_tests.checker.equivalent.expressions import Values
-from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
+from equivalence_tests.checker.equivalent.steps import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import tensors_of as watched_tensors

@@ -20,7 +20,7 @@ from equivalence_tests.checker.equivalent.expressions import Attended, Expressio
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of, snapped
 from equivalence_tests.checker.equivalent.program import Output, Program
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Tracer, Watched
 from equivalence_tests.checker.reach.arguments import ROLES
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.expressions import NORMS, Values
 from equivalence_tests.checker.equivalent.parameters import factor_between, snapped
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 
 HEAD_NORMS = {**NORMS, "normalize": lambda x, width, eps: F.normalize(x, dim=-1, eps=eps)}

@@ -1,10 +1,14 @@
-"""Steps of a program that torch's formula does not have: each is intended, or it is not."""
+"""Steps of a program that torch's formula does not have, each intended or not; and why no program could be made."""
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reporting.equivalents import WRITTEN
 from equivalence_tests.checker.reporting.findings import Finding
+from equivalence_tests.checker.reporting.lines import raised_at
 
 # The names of the deviations that a step of a program is, by its stage.
 NAMES: Mapping[str, str] = {
@@ -83,3 +87,16 @@ def evidence_of(steps: Sequence[Step], intended: Sequence[Finding], projections:
         said = [step.evidence, *(one.reason for one in usable if step.is_named_by(one))]
         found[step] = next(filter(None, said), "")
     return found
+
+
+class UnreadError(Exception):
+    """What the code does is not among the parts that an equivalent is made of."""
+
+
+def not_called_again(error: Exception) -> UnreadError:
+    """Say that code raised something when it was called again; what says why it cannot be read stays as it is."""
+    if isinstance(error, UnreadError):
+        return error
+    if any(frame.f_code.co_filename == WRITTEN for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return UnreadError("the program written from it does not run in all the calls in which it does")
+    return UnreadError(f"it cannot be called again ({said(error)}{raised_at(error)})")

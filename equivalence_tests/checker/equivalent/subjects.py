@@ -45,12 +45,11 @@ from equivalence_tests.checker.engine.situations import Situation, likeliest, ne
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.equivalent.additive import hold_additive, hold_option
+from equivalence_tests.checker.equivalent.additive import ALONE, averaging, hold_additive, hold_option
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, compare_output, hold
 from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.search import look_closer
-from equivalence_tests.checker.equivalent.weights_alone import ALONE, averaging
 from equivalence_tests.checker.mistakes.scores import SCALES
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import made_up_for

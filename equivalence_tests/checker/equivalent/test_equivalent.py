@@ -20,8 +20,7 @@ from equivalence_tests.checker.equivalent.expressions import Attended, Evidence,
 from equivalence_tests.checker.equivalent.parameters import Parameters, blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
-from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.unread import not_called_again
+from equivalence_tests.checker.equivalent.steps import Step, not_called_again
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.vocabulary import GETTERS
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 
 # The operators, the loosest first, each by the names that the engine and numpy have for it.
 OPERATORS: tuple[Mapping[str, str], ...] = (

@@ -32,7 +32,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     own_norm,
 )
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.reach.calling import TABLES, Trial, from_layout
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import code_lines

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.equivalent.parameters import Block, Parameters, blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import (
     Code,
     bracketed,
@@ -19,7 +20,6 @@ from equivalence_tests.checker.equivalent.texts import (
     outside_of_brackets,
     without_defaults,
 )
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.calling import WINDOWS
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reporting.equivalents import Equivalent

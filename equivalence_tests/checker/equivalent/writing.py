@@ -13,8 +13,8 @@ from equivalence_tests.checker.equivalent.operands import Projection, Relative, 
 from equivalence_tests.checker.equivalent.parameters import Parameters, index_of
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import LAYOUTS, Signature, Text, Writer
 from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.calling import OF_PIXELS, WINDOWS

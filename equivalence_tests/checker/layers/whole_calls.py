@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, inputs_of
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.model_calls import FIRST_ID, Given, ModelRun

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import STOPS_GRADIENTS
 from equivalence_tests.checker.engine.watching import HOLE, Operation
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import Code, call_text
 from equivalence_tests.checker.equivalent.texts import text as written
-from equivalence_tests.checker.equivalent.unread import UnreadError
 
 # What makes one mask of two: either alone is the whole.
 JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", "bitwise_or")

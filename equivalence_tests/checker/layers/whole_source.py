@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.watching import ModuleCall, Recorder
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import (
     LISTS,
     Code,
@@ -20,7 +21,6 @@ from equivalence_tests.checker.equivalent.texts import (
     own_lines,
     reached,
 )
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Writer
 from equivalence_tests.checker.layers.whole_calls import bound
 from equivalence_tests.checker.layers.whole_scopes import Scope

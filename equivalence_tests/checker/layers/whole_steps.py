@@ -9,8 +9,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.expressions import own_norm
-from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import Step, UnreadError
 from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_parts import OF_POSITIONS, Parts
 from equivalence_tests.checker.layers.whole_values import (

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.watching import Recorder
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.texts import called_with
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import HIDES, Text, Writer
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.layers.whole_values import Labels, Made

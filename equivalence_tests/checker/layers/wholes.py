@@ -30,8 +30,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
     joined_output,
 )
 from equivalence_tests.checker.equivalent.search import Rest, Search, rest_of_module
-from equivalence_tests.checker.equivalent.steps import Step, evidence_of
-from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
+from equivalence_tests.checker.equivalent.steps import Step, UnreadError, evidence_of, not_called_again
 from equivalence_tests.checker.equivalent.watched import are_single
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.layers.whole_calls import Calls, bound

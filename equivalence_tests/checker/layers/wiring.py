@@ -17,7 +17,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.equivalent.search import together
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.layers.putting import Putting
 from equivalence_tests.checker.layers.walk import outermost
 from equivalence_tests.checker.layers.whole_steps import Follower

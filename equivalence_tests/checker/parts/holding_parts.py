@@ -15,7 +15,7 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.deciding import unread
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.intended import accepted
 from equivalence_tests.checker.parts.drawing import KINDS
