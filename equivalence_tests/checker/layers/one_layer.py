@@ -95,17 +95,14 @@ def _doubts(wiring: Wiring) -> tuple[int, bool]:
     return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
 
 
-def with_memory(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
-    """Give the way to call a layer with a memory that may be left out, if it is wired rightly then."""
-    for trial in filter(None, map(crossed, ways_to_call(layer, walk.sizes, Errors())[:1])):
-        wiring = _followed(walk, [trial], layer)[1]
-        if not (wiring.mistakes or wiring.unread):
-            yield trial
-
-
-def with_positions(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
-    """Give the way to call a layer with positions that may be left out."""
-    yield from filter(None, map(positioned, ways_to_call(layer, walk.sizes, Errors())[:1]))
+def with_more(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
+    """Call a layer with a memory that may be left out, if it is wired rightly then, and with such positions."""
+    for trial in ways_to_call(layer, walk.sizes, Errors())[:1]:
+        memory = crossed(trial)
+        wiring = None if memory is None else _followed(walk, [memory], layer)[1]
+        if memory is not None and wiring is not None and not (wiring.mistakes or wiring.unread):
+            yield memory
+        yield from filter(None, [positioned(trial)])
 
 
 def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:

@@ -6,7 +6,6 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 """
 
 import contextlib
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,8 +29,7 @@ from equivalence_tests.checker.layers.one_layer import (
     add_idle_arguments,
     add_layer,
     ways_to_call,
-    with_memory,
-    with_positions,
+    with_more,
 )
 from equivalence_tests.checker.layers.walk import (
     REPORTED,
@@ -201,8 +199,7 @@ def _judged_as_a_whole(walk: Walk, run: ModelRun | None, subject: Subject) -> Re
         prove_wiring(report, whole, walk.repairs)
     if whole is not None and _may_be_equal(report):
         _hold(report, whole)
-        ways = itertools.chain(with_memory(walk, walk.module), with_positions(walk, walk.module))
-        for other in whole.handed(report, ways) if report.verdict == "partial" else ():
+        for other in whole.handed(report, with_more(walk, walk.module)) if report.verdict == "partial" else ():
             _hold(report, other)
     return report
 

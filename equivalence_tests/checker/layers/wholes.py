@@ -82,6 +82,16 @@ class Whole:
         )
 
     @cached_property
+    def call(self) -> Call:
+        """The first of these, without masks that may be left out."""
+        return self.calls.recorded(0, False)
+
+    @cached_property
+    def gives(self) -> list[Tensor]:
+        """What that gives."""
+        return [*tensors_in((self.call.returned(),))]
+
+    @cached_property
     def parts(self) -> dict[str, Equivalent]:
         """The equivalents of its parts, by path."""
         right = {path: one.equivalent for path, one in self.reports.items() if one.verdict in ("equal", "partial")}
@@ -114,17 +124,17 @@ class Whole:
 
     def takes_part(self, name: str) -> bool:
         """Whether a tensor that the whole is given changes what comes back; of others than tensors nothing is asked."""
-        call = self.calls.recorded(0, False)
-        if not isinstance(call.kwargs.get(name), Tensor):
+        given = self.call.kwargs.get(name)
+        if not isinstance(given, Tensor):
             return True
-        other = ask(replace(call, kwargs={**call.kwargs, name: torch.zeros_like(call.kwargs[name])}).returned)
-        pairs = zip(tensors_in((call.returned(),)), tensors_in((other.value,)), strict=other.error is None)
+        other = ask(replace(self.call, kwargs={**self.call.kwargs, name: torch.zeros_like(given)}).returned)
+        pairs = zip(self.gives, tensors_in((other.value,)), strict=other.error is None)
         return other.error is not None or any(not torch.equal(x, y) for x, y in pairs)
 
     def in_vain(self) -> Iterator[Exercise]:
         """List the arguments beside masks that are handed over, and change nothing."""
         masks, unread = {*self.run.masks, *(mask.name for mask in self.masks)}, unread_arguments(self.module)
-        for name in self.calls.recorded(0, False).kwargs:
+        for name in self.call.kwargs:
             if name in unread:
                 yield Exercise(name, True, NEVER_READ)
             elif name not in masks and not self.takes_part(name):
