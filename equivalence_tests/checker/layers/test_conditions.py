@@ -42,6 +42,7 @@ def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) ->
     assert "a vector of its sample" in str(report)
 
 
+@pytest.mark.thorough
 def test_a_gate_that_takes_part_twice_where_another_never_does_is_named(tmp_path: Path) -> None:
     text = FILE.read_text(encoding="utf-8").replace("gate2.unsqueeze(1) *", "gate1.unsqueeze(1) *")
     (tmp_path / "theirs.py").write_text(text, encoding="utf-8")

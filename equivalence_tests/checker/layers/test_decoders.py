@@ -144,6 +144,7 @@ def test_a_part_that_gets_no_gradients_makes_no_equal_layer() -> None:
     assert "gradient" in report.reason
 
 
+@pytest.mark.thorough
 def test_what_is_added_to_the_wrong_stream_is_not_equal() -> None:
     report = verify(AddsToItsInput)
     assert report.verdict in ("deviates", "unchecked"), str(report)

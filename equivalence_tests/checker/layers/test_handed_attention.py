@@ -66,6 +66,10 @@ class TakesTokensForFeatures(EncoderLayer):
 def test_a_layer_is_handed_the_attention_that_projects() -> None:
     report = verify(EncoderLayer)
     assert report.verdict == "equal", str(report)
+
+
+@pytest.mark.thorough
+def test_a_layer_whose_attention_takes_tokens_for_features_is_not_equal() -> None:
     assert verify(TakesTokensForFeatures).verdict != "equal"
 
 
