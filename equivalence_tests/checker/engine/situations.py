@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import known, numbered, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.ending import ending_departures
-from equivalence_tests.checker.engine.contracts.norming import norm_departures
+from equivalence_tests.checker.engine.contracts.ending import ending_departures, norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine, padding_of

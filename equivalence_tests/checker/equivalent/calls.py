@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.norming import norm_departures
+from equivalence_tests.checker.engine.contracts.ending import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import (
     idle_departures,
     projection_departures,

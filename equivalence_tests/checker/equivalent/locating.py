@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.exchanging import exchanges
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.leaving_out import Repair
+from equivalence_tests.checker.engine.leaving_out import Repair, exchanges
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination

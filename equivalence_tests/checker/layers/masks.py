@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.attentions import attentions_of
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.judging import attentions_of
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import VANISHED
