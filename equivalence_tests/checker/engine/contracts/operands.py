@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, looked_up, source_of, sources_in, token_of
+from equivalence_tests.checker.engine.codes import looked_up, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import USUAL, first_change, is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.scores_table import sum_in
@@ -165,21 +165,6 @@ def _steps(angles: Tensor, dim: int) -> Tensor:
     return torch.remainder(angles.diff(dim=dim) + torch.pi, 2 * torch.pi) - torch.pi
 
 
-def _rising(run: Run, operand: Operand, pairs: RotaryPairs) -> Tensor:
-    """The share of the steps from one token to the next at which a pair's angle grows, in each head where it moves."""
-    angles = _angles(run, operand, pairs).flatten(0, 1)
-    token, head = (codes[..., 0].reshape(-1) for codes in (token_of(operand.codes), feature_of(operand.codes)))
-    shares = []
-    for own in ((head == number).nonzero().flatten() for number in head.unique()):
-        order = own[token[own].argsort(stable=True)]
-        first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
-        steps = _steps(angles[order[first]], 0)
-        moved = steps.abs() > EXACT
-        shares.append(((steps > 0) & moved).sum(0) / moved.sum(0))
-    found = torch.cat(shares)
-    return found[~found.isnan()]
-
-
 def turns_of(run: Run, operand: Operand) -> Tensor:
     """By how much each pair turns from one token to the next; NaN where that differs, none where rows are no tokens."""
     rows = token_of(operand.codes)[..., 0]
@@ -192,7 +177,11 @@ def turns_of(run: Run, operand: Operand) -> Tensor:
 
 def _rotated_backwards(run: Run, operand: Operand) -> bool:
     """Whether all pairs whose direction is clear are rotated backwards; learnt angles go either way."""
-    rising = _rising(run, operand, operand.pairs) if operand.pairs is not None else torch.zeros(0)
+    if operand.pairs is None:
+        return False
+    steps = _steps(_angles(run, operand, operand.pairs), 1).flatten(0, 1)
+    moved = steps.abs() > EXACT
+    rising = ((steps > 0) & moved).sum(0) / moved.sum(0)  # the share of the steps; NaN where a pair never moves
     clear = rising[(rising - 0.5).abs() > UNCLEAR]
     return bool(len(clear)) and bool((clear < 0.5).all())
 
