@@ -22,14 +22,12 @@ STEP = 4.0
 GENTLE = 1e-2
 
 
-def read_weights(run: Run, part: Part, context: Context, gently: bool = False) -> WeightsModel:
+def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
     """Find the scale, bias, mask and kind of softmax between the scores of one product and their weights.
 
-    Where no formula fits, or with ``gently``, the scores are too small for a tanh to bend them.
+    Where no formula fits, the scores are too small for a tanh to bend them.
     """
     reader = _Reader(run, part, context)
-    if gently:
-        return reader.read(GENTLE, capped=True)
     model = reader.read(1.0)
     if model.kind == "other":
         cap = reader.cap()
