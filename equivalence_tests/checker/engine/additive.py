@@ -1,9 +1,11 @@
-"""Recognise additive attention, whose scores are no products of queries and keys."""
+"""Recognise attention that torch has none of: additive attention, and attention over channels."""
+
+from collections.abc import Iterator
 
 from equivalence_tests.checker.engine.identities import JOINS
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reporting.lines import code_lines
 
 IT_IS = "It is additive attention"
@@ -31,6 +33,21 @@ def additive(run: Run, is_read: bool) -> str:
         f"{IT_IS}: line {line.number}, `{line.text}`, {does}, and the scores are no product of "
         "the two. torch.nn has none to compare it with."
     )
+
+
+def over_channels(run: Run) -> Iterator[tuple[str, str]]:
+    """Say where a softmax weighs products over the tokens: the path of the module, and a sentence with the line."""
+    weighing = (operation for operation in run.operations if operation.name in SOFTMAXES)
+    before = [{*run.graph.ancestors(one.inputs[0], one.index, _until_a_product)} for one in weighing]
+    for operation in (product.operation for product in run.names.across if product.operation.frames):
+        if any(operation in made for made in before):
+            line = code_lines(operation.frames)[-1]
+            said = f"in line {line.number}, `{line.text}`, features attend to one another, over the tokens."
+            yield operation.place, f"{said} torch.nn has no such attention to compare it with."
+
+
+def _until_a_product(operation: Operation) -> list[Slot]:
+    return [] if operation.name in CONTRACTIONS else operation.inputs
 
 
 def _of_two(run: Run, operation: Operation) -> bool:

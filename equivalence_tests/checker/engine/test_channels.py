@@ -86,8 +86,14 @@ class WithoutWeights(nn.Module):
 def test_features_that_attend_to_features_are_no_attention_of_torchs(found: type[nn.Module]) -> None:
     report = verify(found)
     assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
-    assert report.reason.startswith("No attention runs in it: line")
-    assert "multiplies two tensors made from the input" in report.reason
+    assert report.reason.startswith("No attention runs in it: in line")
+    assert "features attend to one another, over the tokens" in report.reason
+
+
+def test_features_that_attend_to_features_are_listed_in_a_call() -> None:
+    (report,) = verify(OfTransposed(12, 3), torch.randn(2, 5, 12))
+    assert (report.verdict, report.kind) == ("unchecked", "attention over channels"), str(report)
+    assert report.reason.startswith("In line")
 
 
 class ConvolvesKeys(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.additive import over_channels
 from equivalence_tests.checker.engine.codes import numbered, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import norm_departures
@@ -84,6 +85,9 @@ def diagnose_call(
             if not all(finding.is_proven for finding in report.findings):
                 show_by_program(report, found, found.judgements[place])
             accuse_with_proof(report)
+    for path, said in over_channels(found.run) if held else ():
+        kind = "attention over channels"
+        diagnoses.append(Report(name or kind, kind, reason=said[0].upper() + said[1:], place=path))
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
     return diagnoses

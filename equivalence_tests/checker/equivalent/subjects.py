@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from equivalence_tests.checker.engine.additive import additive
+from equivalence_tests.checker.engine.additive import additive, over_channels
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.checks import (
     Check,
@@ -362,7 +362,9 @@ def _ids_in(situation: Situation) -> set[str]:
 def _what_is_missing(situation: Situation) -> str:
     """Say what it lacks to be an attention."""
     names = situation.found.run.names
-    products = sorted([*names.products, *names.across], key=lambda one: one.operation.index)
+    if channels := next(over_channels(situation.found.run), None):
+        return channels[1]
+    products = [*names.products, *names.across]
     if not products:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]
