@@ -364,6 +364,23 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
     assert report.findings or report.reason
 
 
+class CountsFeaturesForHeads(Base):
+    """Has as many heads as each should have features."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.num_heads = num_heads
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.num_heads)).transpose(1, 2)
+
+
+def test_as_many_heads_as_each_should_have_features_are_not_called_equal() -> None:
+    report = verify(CountsFeaturesForHeads)
+    assert report.verdict == "unchecked", str(report)
+    assert "it has 11 heads of 3; it was built for 3 of 11" in report.reason
+
+
 def test_a_product_with_an_argument_is_a_step_that_nothing_says_is_intended() -> None:
     gated = Made("product", (Attended(), Given("x")))
     assert [step.evidence for step in Evidence(Parameters({})).steps(gated, "output")] == [""]
