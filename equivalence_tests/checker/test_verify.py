@@ -84,7 +84,7 @@ TORCH_S_OWN: dict[str, Callable[[], Any]] = {
 }
 
 
-LONG = ("nn.Transformer", "scratch.Transformer", "scratch.TransformerDecoderLayer")
+LONG = ("nn.Transformer", "scratch.Transformer", "scratch.TransformerDecoderLayer", "builtin.MultiheadAttention")
 
 
 @pytest.mark.parametrize(
