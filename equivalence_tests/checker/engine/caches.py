@@ -358,25 +358,16 @@ class _Against:
         shape, own = operation.outputs[0].value.shape, lines[operation.name, operation.frames]
         if own:
             passed[operation.index] = own.pop(0)
-            return [*self._rows(passed[operation.index], shape)]
+            return self._rows(passed[operation.index], shape)
         # In one pass there is no such line, as where new tokens are joined with those of a cache.
         return [passed[index] for index in before if index in passed and passed[index].shape == shape]
 
-    def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
-        if whole.dim() != len(shape):
-            return
-        found = [whole]
-        for axis, (have, size) in enumerate(zip(shape, whole.shape, strict=True)):
-            if have != size and have * self.total != size * self.new:
-                return
-            if have != size:
-                found = [rows for x in found for rows in self._last(x, axis)]
-        yield from found
-
-    def _last(self, x: Tensor, axis: int) -> Iterator[Tensor]:
-        for sizes, tokens in (((-1, self.total), axis + 1), ((self.total, -1), axis)):
-            yield x.unflatten(axis, sizes).narrow(tokens, self.total - self.new, self.new).flatten(axis, axis + 1)
+    def _rows(self, whole: Tensor, shape: torch.Size) -> list[Tensor]:
+        """Give the last tokens of a tensor, along each axis that holds them; none where its sizes do not tell."""
+        for axis, pair in enumerate(zip(shape, whole.shape, strict=False)):
+            if pair == (self.new, self.total):
+                whole = whole.narrow(axis, self.total - self.new, self.new)
+        return [whole] if whole.shape == shape else []
 
 
 def _real(x: Tensor) -> Tensor:
