@@ -31,7 +31,6 @@ from equivalence_tests.checker.reporting.lines import source_of
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
-HISTORY, ITEMS = re.compile(r"seq|log|hist|inp"), re.compile(r"pos|neg|item|cand")
 DECODES = re.compile(r"tgt|trg|dec")
 LOSS = re.compile(r"cross_?entropy|nll_loss", re.IGNORECASE)
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
@@ -127,10 +126,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     conditioned = itertools.islice(_conditioned(module, required), MOST_CONDITIONED)
     drawn = cache(lambda count: [*_drawn(module, count)])
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
-    embeds = any(isinstance(m, nn.Embedding) for m in module.modules())
-    items = _items_beside(module, required) if embeds else []
-    several = [{**required, **_beside(module, required)}] if len(required) > 1 else []
-    for roles in itertools.chain(ways, several, items, ({**required, aim: ""} for aim in aims), other, conditioned):
+    several = [{**required, **_beside(module, required)}]
+    for roles in itertools.chain(ways, several, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
         if first is not None:
@@ -156,29 +153,21 @@ def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[s
         yield {**roles, **dict(zip(others, chosen, strict=True))}
 
 
-def _items_beside(module: nn.Module, roles: Mapping[str, str]) -> list[dict[str, str]]:
-    """Give roles where sequences of ids behind the first are the items that a recommender scores, optional ones too.
-
-    An argument that nothing reads, as the user's id often is, gets None.
-    """
-    roles = {name: "=None" if name in unread_arguments(module) else role for name, role in roles.items()}
-    optional = [p.name for p in parameters_of(module) if p.default is None and not _role(p)]
-    names = [name for name, role in roles.items() if not role]
-    names += [name for name in optional if ITEMS.search(name.lower())]
-    items = [name for name in names[1:] if ITEMS.search(name.lower())]
-    history = [name for name in names[1:] if name not in items and HISTORY.search(name.lower())]
-    return [{**roles, **dict.fromkeys(items, "items")}] if items and [*names[:1], *history, *items] == names else []
-
-
 def _beside(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
-    """Give roles for arguments beside one sequence, or two, by the matrices and the embeddings that take them."""
-    taken = {name: part for name, part in taken_by_parts(module).items() if roles.get(name) == ""}
+    """Give roles for arguments beside one sequence, or two, by the matrices and the embeddings that take them.
+
+    Those that may be left out are items to be scored where the first sequence goes to the same embedding. An argument
+    that nothing reads, as the user's id often is, gets None.
+    """
+    taken = {n: x for n, x in taken_by_parts(module).items() if not roles.get(n)}
     kinds = {n: f"features {x.in_features}" if isinstance(x, nn.Linear) else "ids" for n, x in taken.items()}
-    told = [n for n, kind in kinds.items() if not (OF_PLACES.search(n.lower()) or kind == "features 1")]
+    told = [n for n in roles if n in kinds and not (OF_PLACES.search(n.lower()) or kinds[n] == "features 1")]
     wide = [n for n in told if kinds[n] != "ids"]
     first = next((n for n in wide or told if not TARGET.search(n.lower())), "")
     last = next((n for n in told if not wide and TARGET.search(n.lower())), "")
-    return {n: kind for n, kind in kinds.items() if n not in (first, last)} if first else {}
+    items = [p.name for p in parameters_of(module) if p.default is None and taken.get(p.name) is taken.get(first)]
+    beside = [n for n in (*roles, *items) if n in kinds and n not in (first, last)] if first else []
+    return {n: "=None" for n in roles if n in unread_arguments(module)} | {n: kinds[n] for n in beside}
 
 
 def _of_samples(role: str, batch: int) -> Tensor:
@@ -251,9 +240,6 @@ def _arguments(
         elif role == "ids" or role.startswith("features"):
             beside = _beside_tokens(role, *(last if TARGET.search(name.lower()) else source).shape[:2])
             arguments[name] = beside.transpose(0, 1) if length_first else beside
-        elif role == "items":
-            items = torch.arange(source.numel()).view_as(source) % 3 + FIRST_ID  # the same whatever the tokens are
-            arguments[name] = items.transpose(0, 1) if length_first else items
         elif role == "segments":
             arguments[name] = torch.zeros_like(source.transpose(0, 1) if length_first else source)
         elif role == "mask" or role in tensors:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -89,18 +89,20 @@ def multiplied_by(function: Any) -> set[str]:
     return {name for name, count in factors.items() if count == loads[name]}
 
 
-def taken_by_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """Give the matrix or the embedding that each argument of a forward goes to, there or in what it hands it to."""
+def taken_by_parts(module: nn.Module, inside: tuple[str, ...] = ("forward",)) -> dict[str, nn.Module]:
+    """Give the matrix or the embedding that each argument goes to, in a method or in what that hands it to."""
     found, children = dict[str, nn.Module](), dict(module.named_children())
-    for node in parsed(source_of(getattr(type(module), "forward", None))):
-        called = getattr(getattr(node, "func", None), "attr", "")
-        child = children[called] if isinstance(node, ast.Call) and called in children else module
+    calls = (x for x in parsed(source_of(getattr(type(module), inside[-1], None))) if isinstance(x, ast.Call))
+    for call, called in ((x, getattr(x.func, "attr", "")) for x in calls if ast.unparse(x.func).startswith("self.")):
+        child: Any = children.get(called)
         child = child[0] if isinstance(child, nn.Sequential) and len(child) else child
-        inner = {} if child is module else taken_by_parts(child)
-        for argument, value in _handed_over(node, child) if isinstance(node, ast.Call) and child is not module else ():
+        method = None if called in (*children, *inside) else getattr(module, called, None)
+        inner = taken_by_parts(child) if child is not None else {}
+        inner = taken_by_parts(module, (*inside, called)) if inspect.ismethod(method) else inner
+        for argument, value in _handed_over(call, child or method):
             taken = child if isinstance(child, nn.Linear | nn.Embedding) else inner.get(argument)
-            if isinstance(value, ast.Name) and taken is not None:
-                found.setdefault(value.id, taken)
+            for name in (x.id for x in ast.walk(value) if isinstance(x, ast.Name) and taken is not None):
+                found.setdefault(name, cast(nn.Module, taken))
     return found
 
 
