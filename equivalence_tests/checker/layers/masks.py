@@ -94,7 +94,7 @@ class Masks:
             return
         unused = [mask for mask in self.masks if mask.tried and not mask.used]
         yield from (("mask_never_used", mask.name, "") for mask in unused)
-        yield from (("mask_of_other_tokens", mask.name, "") for mask in self.masks if mask.of_others)
+        yield from (("mask_hides_other_entries", mask.name, "") for mask in self.masks if mask.of_others)
         exchanged = [mask for mask in self.masks if any(map(self._exchanged, mask.reached))]
         if exchanged:
             yield "masks_exchanged", exchanged[0].side, ""

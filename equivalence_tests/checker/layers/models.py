@@ -43,7 +43,7 @@ Stack = tuple[str, list[nn.Module]]
 WHOLE_MODEL = "the whole model"
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
-OF_OTHERS, OF_ANOTHER = "mask_of_other_tokens", "outputs_of_other_tokens"
+OF_OTHERS, OF_ANOTHER = "mask_hides_other_entries", "outputs_of_other_tokens"
 SEES_ALL = "every token sees those after it: right where hidden tokens are predicted, wrong where the next one is"
 SEES_NONE = (
     "it has no key to see, which gives NaN, in torch's own layers on their fast path; padding behind the tokens ran"

@@ -1,5 +1,7 @@
 """Models that decode: a cache that is a plain attribute, a place to start at, norms in float32, no gradients."""
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -297,6 +299,37 @@ def test_a_block_that_an_option_makes_one_of_a_decoder_is_checked_as_both() -> N
     report = verify(LosesItsResidual)
     assert (report.verdict, report.mistakes) == ("deviates", ("residual_missing",))
     assert "built with cross_attention=True" in report.findings[0].evidence
+
+
+class AsksSecond(nn.Module):
+    """Takes keys first, then queries, then values."""
+
+    def __init__(self, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, nhead, batch_first=True)
+
+    def forward(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:
+        found: Tensor = self.attention(query, key, value)[0]
+        return found
+
+
+class AsksSecondLayer(nn.Module):
+    """Attends to a memory with an attention whose queries are its second argument."""
+
+    def __init__(self, d_model: int, nhead: int, d_ff: int) -> None:
+        super().__init__()
+        self.own_attn, self.memory_attn = AsksSecond(d_model, nhead), AsksSecond(d_model, nhead)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(d_model) for _ in range(3))
+        self.ff = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.norm1(x + self.own_attn(x, x, x))
+        x = self.norm2(x + self.memory_attn(memory, x, memory))
+        return cast(Tensor, self.norm3(x + self.ff(x)))
+
+
+def test_an_attention_may_take_its_queries_behind_its_keys() -> None:
+    assert verify(AsksSecondLayer).verdict == "equal"
 
 
 class Translates(nn.Module):

@@ -24,6 +24,7 @@ from equivalence_tests.checker.layers.whole_values import (
     lies_whole,
     made_places,
     places_of,
+    queries_first,
     relaid,
 )
 from equivalence_tests.checker.reach.arguments import role_of_parameter
@@ -77,7 +78,8 @@ class Parts:
 
     def _called(self, call: ModuleCall) -> None:
         kind, path = kind_in(self.module, call.path, self.kinds).replace(OF_POSITIONS, "positions"), call.path
-        data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
+        inputs = queries_first(self.module.get_submodule(path), call) if kind == "attention" else call.inputs
+        data = [self.values[id(x)] for x in inputs if id(x) in self.values]
         attends = kind in ("attention", "layer")
         for x in call.inputs[: kind in IN_ORDER]:
             if id(x) in self.learnt and id(x) not in self.values and are_tokens(self._elements(x), call.outputs[0]):

@@ -12,7 +12,8 @@ from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVE
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
 from equivalence_tests.checker.equivalent.texts import constructor
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
-from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS
+from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, ROLES, role_of_parameter
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
@@ -251,6 +252,14 @@ def adds_what_it_takes(call: ModuleCall, recorder: Recorder) -> bool:
     inside = recorder.operations[call.first : call.end]
     made = [one for one in inside if any(slot.tensor is call.outputs[0] for slot in one.outputs)]
     return bool(made) and made[-1].name in ADDS and any(slot.tensor is call.inputs[0] for slot in made[-1].inputs)
+
+
+def queries_first(attention: nn.Module, call: ModuleCall) -> list[Tensor]:
+    """Give what an attention is given: queries, keys and values, in this order if its arguments are called so."""
+    names = [p.name for p in parameters_of(attention)]
+    given = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+    roles = {role_of_parameter(name): x for name, x in given if isinstance(x, Tensor)}
+    return [roles[role] for role in ROLES] if {*ROLES} <= roles.keys() else call.inputs
 
 
 def events_in(recorder: Recorder, module: nn.Module, kinds: Mapping[str, str]) -> Iterator[ModuleCall]:

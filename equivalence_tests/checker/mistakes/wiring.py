@@ -103,15 +103,6 @@ ROWS = (
         ran="call",
     ),
     _layer(
-        "mask_of_other_tokens",
-        "Where this mask says that a token is hidden, others are hidden, and not that one.",
-        (
-            "mask.repeat(1, n): the mask of all steps, n times",
-            "mask.repeat_interleave(n, 1): that of each step, n times",
-        ),
-        "Lay the mask out as the tokens are laid out that it hides.",
-    ),
-    _layer(
         "model_padding_inverted",
         "The padding is shown to these layers and the words are hidden: they read the mask the wrong way round.",
         ("mask = ids == pad, where True means may look", "mask = ids != pad, where True means may look"),

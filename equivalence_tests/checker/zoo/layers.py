@@ -277,7 +277,7 @@ BROKEN = (
     (UnencodedModel, ("memory_is_not_encoder_output",), MODEL),
     (OneLayerModel, ("layers_share_parameters",), MODEL),
     (PeekingModel, ("future_is_seen",), MODEL),
-    (TiledMaskModel, ("mask_of_other_tokens",), MASKS),
+    (TiledMaskModel, ("mask_hides_other_entries",), MASKS),
     (MistakenTokensModel, ("outputs_of_other_tokens",), MODEL),
     (UnorderedModel, ("no_positions", "part_never_used"), MODEL),
     (UnfinishedModel, ("part_never_used",), "final LayerNorm of the stack missing"),
