@@ -262,7 +262,7 @@ def reads_later_tokens(run: ModelRun) -> bool | None:
     """Whether an output changes with a later token of the last sequence; None where there is no output for each."""
     ids = run.source if run.target is None else run.target
     before = _with(run, ids)
-    if before.size(1) != ids.size(1) or run.kind == "image" or not bool(before.isfinite().all()):
+    if before.size(1) not in (ids.size(1), ids.size(1) - 1) or run.kind == "image" or not bool(before.isfinite().all()):
         return None
     other = ids.clone()
     other[:, -2] = ids[:, 0]  # the last one may be cut off, where targets are shifted inside

@@ -225,3 +225,35 @@ def test_a_norm_that_nothing_uses_is_seen_where_torch_hides_later_tokens(
     model: type[nn.Module], names: tuple[str, ...]
 ) -> None:
     assert verify(model).mistakes == names
+
+
+class OfPlacesBeside(nn.Module):
+    """Right: takes the places of its tokens beside them, cuts the last target off, and scales its logits."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.transformer = nn.Transformer(d_model, n_heads, 2, 2, 2 * d_model, batch_first=True)
+        self.logits = nn.Linear(d_model, vocab_size, bias=False)
+
+    def forward(self, src: Tensor, src_pos: Tensor, tgt: Tensor, tgt_pos: Tensor) -> Tensor:
+        tgt, tgt_pos = tgt[:, :-1], tgt_pos[:, :-1]
+        read, written = self.words(src) + self.places(src_pos), self.words(tgt) + self.places(tgt_pos)
+        x = self.transformer(read, written, tgt_mask=self.future(tgt.size(1)))
+        logits: Tensor = self.logits(x) * x.size(-1) ** -0.5
+        return logits.flatten(0, 1)
+
+    def future(self, length: int) -> Tensor | None:
+        return torch.ones(length, length).triu(1).bool()
+
+
+class SeesTheFutureBeside(OfPlacesBeside):
+    def future(self, length: int) -> Tensor | None:
+        return None
+
+
+def test_places_may_stand_beside_tokens_whose_last_is_cut_off() -> None:
+    report = verify(OfPlacesBeside)
+    assert report.verdict == "equal", str(report)
+    assert "the root of the width divides it" in " ".join(str(report).split())
+    assert verify(SeesTheFutureBeside).mistakes == ("future_is_seen",)

@@ -52,7 +52,10 @@ class Sums:
             return
         self.seen.add(value.terms)
         self._multiplied(value)
-        value = replace(value, terms=self.labels.bare(value.terms))
+        alone = [
+            label for label, _ in value.terms if len(value.terms) == 1 and self.labels.made[label].kind == "linear"
+        ]
+        value = replace(value, terms=((alone[0], 1.0),) if alone else self.labels.bare(value.terms))
         kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
         branches = [label for label, kind in kinds.items() if kind not in BASES]
         if value.only and branches:
@@ -83,6 +86,9 @@ class Sums:
             looked_up = made.kind == "embedding" and made.inputs[0].places.dim() < value.places.dim()
             usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
             said = "the square root of the width, as embeddings are scaled" if usual else ""
+            taken = made.inputs[0].places if made.kind == "linear" else value.places
+            if made.kind == "linear" and math.isclose(count, taken.size(-1) ** -0.5, rel_tol=1e-6):
+                said = "the root of the width divides it, as where the matrix is that of embeddings"
             self.say(f"{made.words} times {count:.6g}", "factor", said)
 
     def _from_stream(self, value: Value, by: str) -> None:

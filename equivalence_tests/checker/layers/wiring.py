@@ -33,7 +33,7 @@ from equivalence_tests.checker.layers.whole_values import (
     is_counted,
     summed,
 )
-from equivalence_tests.checker.reach.calling import POSITIONS_OF, Inputs, Trial
+from equivalence_tests.checker.reach.calling import POSITIONS_OF, REAL_TOKENS, Inputs, Trial
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
@@ -100,14 +100,15 @@ def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
     inputs, module = trial.inputs(), trial.function
     assert isinstance(module, nn.Module)  # layers are modules
     run = Call(lambda: trial.returned(inputs), (), module=module).run(read=False)
-    follower = Follower(module, run.recorder, kinds, {})
+    real = dict.fromkeys(name for name, role in trial.plan.roles if role == REAL_TOKENS)
+    follower = Follower(module, run.recorder, kinds, real)
     for name, x in [(_given_as(x, inputs), x) for x in run.recorder.calls[0].inputs]:
         if name:
             follower.given(name, x)
         else:
             follower.conditions.given("beside the tokens", x, run.recorder.calls[0].inputs)
     for name, x in run.recorder.calls[0].kwargs.items():
-        if dict(trial.plan.roles).get(name) in POSITIONS_OF:
+        if dict(trial.plan.roles).get(name) in (*POSITIONS_OF, REAL_TOKENS):
             follower.given(name, x)
     return run, follower
 

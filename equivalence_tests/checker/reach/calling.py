@@ -27,6 +27,7 @@ OF_PIXELS = IMAGE, PIXELS = "b e l 1", "b l 1 e"
 VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class is embedded; as wide as tokens at first
 # What an argument may get whatever the tokens are.
 CONSTANTS: dict[str, Any] = {"=None": None, "=True": True, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
+REAL_TOKENS = "=real tokens"  # what tokens are multiplied with: 1 for each
 POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
 TABLES = OF_DISTANCES, OF_PAIRS = "=(1, 2 len - 1, features)", "=(len, len, features)"  # relative positions
 HEADS = ("b h l d", "b l h d")
@@ -264,7 +265,7 @@ class Trial:
         width = columns_of(length)
         made = CONSTANTS | {"=height": length // width, "=width": width}
         made["=positions"] = torch.arange(self.first, self.first + length).expand(batch, -1)
-        made["=real tokens"] = torch.ones(batch, length, 1, dtype=self.dtype)
+        made[REAL_TOKENS] = torch.ones(batch, length, 1, dtype=self.dtype)
         if role == "=state":
             return empty_state(self.function, name, self.sizes, batch)
         if role in TABLES:

@@ -337,8 +337,9 @@ def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     """Pick what has one row for each token of the last sequence, batch first; else one for the whole."""
     found = [x.transpose(0, 1) if length_first and x.dim() == 3 else x for x in tensors_in((returned,))]
     batch, length = ids.shape[:2]
-    axes = (length, batch) if length_first else (batch, length)
-    all_tokens = [x.unflatten(0, axes) for x in found if x.dim() == 2 and len(x) == batch * length]
+    ends = {batch * (length - cut): length - cut for cut in (0, 1)}  # where targets are shifted inside, one is cut off
+    rows = [(x, ends[len(x)]) for x in found if x.dim() == 2 and len(x) in ends]
+    all_tokens = [x.unflatten(0, (count, batch) if length_first else (batch, count)) for x, count in rows]
     image = ids.dim() == 4  # whose second axis holds no tokens
     of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and (image or x.size(1) != length)]
     picked = [x for x in found[:1] if x.dim() == 3 and x.shape[:2] == (batch, 1)]  # of the last token: a cache follows

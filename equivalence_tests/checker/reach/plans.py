@@ -35,6 +35,7 @@ from equivalence_tests.checker.reach.calling import (
     OF_QUERIES,
     OF_QUERY_TOKENS,
     OF_STEPS,
+    REAL_TOKENS,
     TABLES,
     VECTOR,
     CallPlan,
@@ -208,7 +209,7 @@ def _plans(function: Callable[..., Any]) -> Iterator[CallPlan]:
     required = _required(parameters)
     roles = _roles(function, parameters, required)
     times = {n for n in multiplied_by(function) & required if role_of_parameter(n) == "mask"}
-    for more in ([dict.fromkeys(times, "=real tokens")] if times else []) + [{}]:
+    for more in ([dict.fromkeys(times, REAL_TOKENS)] if times else []) + [{}]:
         yield from _plans_with({**roles, **more}, function, parameters, required)
 
 
