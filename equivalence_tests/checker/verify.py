@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
 from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
@@ -122,6 +124,8 @@ def verify(
         for report in reports:
             report.notes += without(wrapped)
             _add_mode(report, mode)
+            if inputs is None:
+                _add_branches(report, found)
         return reports
 
     reports = [accepted(report, given) for report in _guarded(checked, name)]
@@ -141,11 +145,20 @@ def _add_mode(report: Report, mode: str) -> None:
         report.verdict = "partial"
 
 
+def _add_branches(report: Report, found: Any) -> None:
+    """List the ways of the code that no call that was compared has taken."""
+    if report.verdict in ("equal", "partial"):
+        listed = {re.split(r"\W", one.what)[0] for one in report.not_exercised}
+        report.coverage += RAN.never(found, listed)
+        report.verdict = "partial" if report.not_exercised else report.verdict
+
+
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     """Check with the global state preserved; whatever breaks off is a report too."""
     with preserved_global_state() as printed:
         ABSENCES.forget()
         CRASHES.forget()
+        RAN.forget()
         REGISTERING.forget()
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other

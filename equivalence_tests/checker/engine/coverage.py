@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.additive import additive
+from equivalence_tests.checker.engine.agreeing import agree
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
-from equivalence_tests.checker.engine.covered import Covered, Judge
+from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Call
@@ -24,6 +25,7 @@ from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, pr
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.branches import RAN, Branches
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.configs import switched
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
@@ -54,12 +56,12 @@ IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel", re.IG
 MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged
 
 
-def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
+def cover(covered: Covered, exercised: Collection[str] = ()) -> None:
     """Exercise what the code offers: optional arguments, switches, long lengths, caches."""
-    covered = Covered(trial, judge)
+    trial = covered.trial
     cover_lengths(covered)
     caches = cache_arguments(trial.function)
-    exercises, findings = exercised_cache(trial)
+    exercises, findings = RAN.watching(exercised_cache)(trial)
     covered.exercises += exercises
     covered.findings += findings
     given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
@@ -67,7 +69,6 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     located = _with_angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
     for parameter in (one for one in others if (one.name, "angles") not in located.plan.roles):
         _argument(parameter, covered, located)
-    return covered
 
 
 def _with_angles(names: list[str], covered: Covered) -> Trial:
@@ -170,6 +171,7 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     def look() -> tuple[list[Finding], str]:
         reach, said = probed(trial, LENGTH, extra).any(0), "one token changed at a time"
         is_causal = pattern_of(reach, ahead_of(LENGTH)) == "causal" or (windowed and not reach.triu(1).any())
+        covered.note(inputs, extra)
         return [] if is_causal else [_not_causal(what, reach, extra, inputs, covered)], said
 
     covered.run(what, look)
@@ -180,8 +182,7 @@ def cover_options(covered: Covered, subject: Subject) -> None:
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
     target: Any = type(subject.function)
-    options = [(f"{name}={value}", name, value, {name: value}) for name, value in other_options(target)]
-    options += [one for one in switched(subject.function) if not SHOWS.search(one[1])]
+    options = _options(subject.function)
     for what, name, value, given in options:
         more = any(CAUSAL.search(other) and other != name and other in name for _, other, _, _ in options)
         causal = value is True and CAUSAL.search(name) and not more
@@ -194,10 +195,50 @@ def cover_options(covered: Covered, subject: Subject) -> None:
         built = replace(covered, trial=replace(trial, function=prepare(other, subject.dtype)))
         if causal:
             _causal_switch(what, {}, built)
-        else:
-            _option(what, built, subject)
+            continue
+        known_findings = len(covered.findings)
+        _option(what, built, subject)
+        if len(covered.findings) > known_findings:
+            continue
+        if IMPLEMENTED.search(name):
+            _implementation(what, name, trial.function, built)
+            continue
+        for beside, of, _, further in _options(other):
+            both = built_alike(target, subject, **{**given, **further}) if IMPLEMENTED.search(of) else None
+            if both is not None:
+                faster = replace(built, trial=replace(built.trial, function=prepare(both, subject.dtype)))
+                _implementation(f"{what} and {beside}", of, other, faster)
     for name in inner_widths(target):
         _other_width(name, covered, subject)
+
+
+def _options(function: Any) -> list[tuple[str, str, Any, dict[str, Any]]]:
+    """List the other values of the options that a module was built with: what each is called, its name, value, call."""
+    options = [(f"{name}={value}", name, value, {name: value}) for name, value in other_options(type(function))]
+    return options + [one for one in switched(function) if not SHOWS.search(one[1])]
+
+
+def _implementation(what: str, name: str, function: Any, covered: Covered) -> None:
+    """What says how something is computed changes no number: with the same weights, with masks and without."""
+    other = covered.trial.function
+    assert isinstance(other, nn.Module)
+
+    def look() -> tuple[list[Finding], str]:
+        claims = (agree(replace(trial, function=function), other, form) for trial, form in covered.calls)
+        claim = next(filter(None, claims), "")
+        if not claim:
+            return [], "the same weights give the same numbers"
+        ways, inputs = Branches(), covered.trial.inputs()
+        attempt(partial(ways.watching(covered.trial.output), inputs))
+        lines = code_lines(ways.decided_by(name))
+        return [found_mistake("implementations_differ", {"what": what}, evidence=claim, stack=lines)], ""
+
+    if _shapes(other) == _shapes(function):
+        covered.run(f"{what}, beside the same without it", look, covered.leave_out)
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in module.state_dict().items()}
 
 
 def _other_width(name: str, covered: Covered, subject: Subject) -> None:

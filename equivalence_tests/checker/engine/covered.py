@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from equivalence_tests.checker.mistakes import found_mistake
+from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.state import ask
+from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
@@ -23,6 +26,7 @@ class Covered:
     """What was exercised beyond the call that was judged, and what came out."""
 
     trial: Trial  # a way to call it that was judged
+    calls: Sequence[tuple[Trial, MaskForm | None]]  # the calls without a mask and with each
     judge: Judge  # judges a call of a function with its arguments, as the one before was
     exercises: list[Exercise] = field(default_factory=list)  # what was run, or not
     findings: list[Finding] = field(default_factory=list)  # what deviates
@@ -68,4 +72,9 @@ class Covered:
         unread = [report.reason for report in reports if report.verdict == "unchecked"]
         if unread or not reports:
             raise CannotCheckError(next(iter(unread), "no attention was found in the call"))
+        self.note(inputs, extra)
         return [finding for report in reports for finding in report.findings], ""
+
+    def note(self, inputs: Inputs, extra: Mapping[str, Any]) -> None:
+        """Note which ways the code goes in a call that was compared."""
+        attempt(partial(RAN.watching(self.trial.output), inputs, extra))

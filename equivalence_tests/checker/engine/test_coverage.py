@@ -471,7 +471,9 @@ def covered(module: nn.Module) -> Covered:
             function(*args, **kwargs)
         return [Report("it ran", verdict="equal")]
 
-    return cover(trial, judge)
+    found = Covered(trial, [(trial, None)], judge)
+    cover(found)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
@@ -131,7 +132,7 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
     with torch.set_grad_enabled(gradients):
         with keeping_state(call.module):
             torch.default_generator.manual_seed(5)
-            theirs = layout.tokens(call.function(*args, **kwargs)).double()
+            theirs = layout.tokens(RAN.watching(call.function)(*args, **kwargs)).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
         values = layout.values(call, instead)

@@ -11,6 +11,13 @@ from typing import Any
 import torch
 
 from equivalence_tests.checker.engine.additive import additive, over_channels
+from equivalence_tests.checker.engine.agreeing import (
+    calls_of,
+    differing_in_training,
+    output_with,
+    outputs_of,
+    without_an_axis,
+)
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.checks import (
     Check,
@@ -22,6 +29,7 @@ from equivalence_tests.checker.engine.checks import (
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import built_alike, cover, cover_fewer_masks, cover_options
+from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_sizes, written_arguments
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
@@ -307,8 +315,17 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     if not more:
         add(hidden_together(masked))
     if all(one.evidence for one in (*found, *more)):
+        add(_disagreeing(situation))
         add([one for each in masked for one in attempt(partial(written_arguments, each)) or ()][:1])
     return more
+
+
+def _disagreeing(situation: Situation) -> list[Departure]:
+    """Find where training computes something other than eval, or one sample or token loses an axis."""
+    module, calls = situation.subject.module, calls_of([situation, *situation.other_masks])
+    trained = None if module is None else differing_in_training(module, (partial(output_with, *one) for one in calls))
+    alone = (without_an_axis(what, outputs_of(situation, what)) for what in ("sample", "token"))
+    return [one for one in (trained, *alone) if one is not None][:1]
 
 
 def _check(report: Report, situation: Situation, check: Check) -> None:
@@ -333,7 +350,9 @@ def _cover(report: Report, situation: Situation) -> None:
         intended = subject.adapter.intended
         return diagnose_call(Call(one, args, kwargs, module), intended=intended, proofs=False, features_last=last)
 
-    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
+    calls = [*calls_of([situation, *situation.other_masks])]
+    covered = Covered(situation.trial, calls, judge)
+    cover(covered, [exercise.what for exercise in report.coverage])
     cover_fewer_masks(covered, situation.understood)
     if subject.built and subject.module is not None:
         cover_options(covered, subject)

@@ -41,7 +41,7 @@ from equivalence_tests.checker.layers.walk import (
     one_of_each,
     recorded,
 )
-from equivalence_tests.checker.layers.wholes import Whole, hold_whole, locate_in_whole, prove_wiring
+from equivalence_tests.checker.layers.wholes import Whole, disagreeing, hold_whole, locate_in_whole, prove_wiring
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import (
     BY_DATA_FLOW,
@@ -238,6 +238,7 @@ def _hold(report: Report, whole: Whole) -> None:
     holds = hold_whole(report, whole)
     if not holds and not report.findings:
         locate_in_whole(report, whole)
+    report.findings += disagreeing(whole) if holds and report.verdict in ("equal", "partial") else ()
     left_out = {one.name for one in report.suspected} == {"residual_missing"}  # the program leaves it out, too
     if holds and report.verdict == "unchecked" and not left_out:
         report.checks = [
@@ -245,6 +246,8 @@ def _hold(report: Report, whole: Whole) -> None:
             for check in report.checks
         ]
         report.reason, report.suspected = "", []
+    if report.findings:
+        report.verdict = "deviates"
     if report.verdict != "deviates" and not report.reason:
         report.verdict = "partial" if report.not_exercised else "equal"
 

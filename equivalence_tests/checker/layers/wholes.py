@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.agreeing import differing_in_training, without_an_axis
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
+from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
@@ -26,6 +28,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
     EXACT,
     SINGLE,
     WrittenPart,
+    first_output,
     held,
     joined_output,
 )
@@ -45,7 +48,7 @@ from equivalence_tests.checker.reach.proposing import unread_arguments
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import Exercise, Proof
+from equivalence_tests.checker.reporting.findings import Exercise, Finding, Proof
 from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
@@ -278,6 +281,24 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     left = {f"{name} of {path}" for path, name in untried if name in whole.given_to(path)}
     report.coverage += [Exercise(one, False, UNTRIED) for one in sorted(left)]
     return True
+
+
+def disagreeing(whole: Whole) -> Iterator[Finding]:
+    """Find where training computes something other than eval, or one sample or token loses an axis."""
+    calls, first = whole.calls, whole.calls.sizes[0]
+
+    def sized(what: str, count: int) -> Tensor:
+        sizes = replace(first, batch=count) if what == "sample" else replace(first, source=count)
+        return first_output(calls.drawn(sizes, 21).returned())
+
+    outputs = (partial(_output_of, call) for _, call, _ in calls.compared(masked=True))
+    found = [differing_in_training(whole.module, outputs)]
+    found += [without_an_axis(what, partial(sized, what)) for what in ("sample", "token")[: 1 + bool(first.source)]]
+    yield from (finding_of(one) for one in found if one is not None)
+
+
+def _output_of(call: Call) -> Tensor:
+    return first_output(call.returned())
 
 
 def _as_handed(one: Exercise, whole: Whole) -> Exercise:

@@ -13,7 +13,7 @@ from torch import nn
 
 from equivalence_tests.checker.reach.arguments import AMBIGUOUS, CONFIG, Sizes, first_match, value_for
 from equivalence_tests.checker.reach.importing import definitions_beside
-from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
+from equivalence_tests.checker.reach.proposing import compared_by, nodes_of, parameters_of
 from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -104,22 +104,24 @@ def made_up_for(instance: Any) -> Iterator[Exercise]:
             yield Exercise(f"the config's {name}", False, f"nothing says what it is; it was built with {value}")
 
 
-def switched(instance: Any) -> Iterator[tuple[str, str, bool, dict[str, Any]]]:
-    """Give each Boolean that a class reads of its config the other way round.
+def switched(instance: Any) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Give what a class reads of its config with another value: Booleans negated, strings that it compares them with.
 
     Yields:
         What it is called, its name, its other value, and the argument of the constructor that has it.
     """
     target: Any = type(instance)
-    made = TRIED.construction_of(instance)
+    made, compared = TRIED.construction_of(instance), compared_by(target)
     for argument, config in (made.kwargs if made else {}).items():
         asked = _switches_asked_for(target, argument)
         read = names_read(target, argument) | asked.keys()
         held = asked | (config.answers if isinstance(config, ImitatedConfig) else _settings(config))
-        for name in (name for name, value in held.items() if isinstance(value, bool) and name in read):
-            other = copy.copy(config)
-            _settings(other)[name] = not held[name]
-            yield f"{argument}.{name}={not held[name]}", name, not held[name], {argument: other}
+        for name in read & held.keys():
+            values = [not held[name]] if isinstance(held[name], bool) else compared.get(name, [])
+            for value in (x for x in values if isinstance(x, bool | str) and x != held[name]):
+                other = copy.copy(config)
+                _settings(other)[name] = value
+                yield f"{argument}.{name}={value}", name, value, {argument: other}
 
 
 def _settings(config: Any) -> dict[str, Any]:
