@@ -15,6 +15,7 @@ from torch import nn
 from equivalence_tests.checker.equivalent.reading import SEVERAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
+from equivalence_tests.checker.layers.models import taken_by_losses
 from equivalence_tests.checker.layers.walking import examine_layers
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.own_call import examine_call
@@ -149,7 +150,7 @@ def _add_branches(report: Report, found: Any) -> None:
     """List the ways of the code that no call that was compared has taken."""
     if report.verdict in ("equal", "partial"):
         listed = {re.split(r"\W", one.what)[0] for one in report.not_exercised}
-        report.coverage += RAN.never(found, listed)
+        report.coverage += RAN.never(found, listed | taken_by_losses(found if isinstance(found, type) else type(found)))
         report.verdict = "partial" if report.not_exercised else report.verdict
 
 

@@ -363,7 +363,7 @@ def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
     inputs, counted = trial.inputs(NUMBERED, NUMBERED), torch.arange(NUMBERED)
 
     def output(given: Any) -> Tensor | None:
-        return attempt(partial(trial.output, inputs, {name: given}))
+        return attempt(partial(RAN.watching(trial.output), inputs, {name: given}))
 
     plain = attempt(partial(trial.output, inputs))
     if plain is None:

@@ -1,4 +1,4 @@
-"""Calls that have to agree are compared: in training, of one sample or token, and of one implementation with another."""
+"""Calls that have to agree: training and eval, one sample or token and several, one implementation and another."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
     [
         ([(SCORES, f"{SCORES[:-1]} if self.training else q @ k.mT / q.size(-1) ** 0.5 + 0 * q @ k.mT\n")], "", ""),
         (
-            [(SCORES, f"scores = q @ k.mT / (1.0 if self.training else math.sqrt(q.size(-1)))\n")],
+            [(SCORES, "scores = q @ k.mT / (1.0 if self.training else math.sqrt(q.size(-1)))\n")],
             "training_differs",
             "if",
         ),

@@ -622,16 +622,16 @@ class Inverts(Parts):
 
     def forward(self, x: Tensor, inverted: bool = False, return_weights: bool = False) -> Tensor:
         q, k, v = self.project(x)
-        weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-2 if inverted or self.always(return_weights) else -1)
+        weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(self.axis(inverted, return_weights))
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
-    def always(self, returned: bool) -> bool:
-        return False
+    def axis(self, inverted: bool, returned: bool) -> int:
+        return -2 if inverted else -1
 
 
 class InvertsToShowIt(Inverts):
-    def always(self, returned: bool) -> bool:
-        return returned
+    def axis(self, inverted: bool, returned: bool) -> int:
+        return -2 if inverted or returned else -1
 
 
 class InvertsAndMergesWrongly(Parts):

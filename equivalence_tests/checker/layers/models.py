@@ -80,7 +80,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
 def _not_given(walk: Walk, run: ModelRun) -> Iterator[Exercise]:
     """List what a model may be given beside its tokens and no call gave it; labels change nothing but a loss."""
     module = walk.module
-    given = {*run.masks, *unread_arguments(module), *_taken_by_losses(module)}
+    given = {*run.masks, *unread_arguments(module), *taken_by_losses(type(module))}
     given |= {one.what.partition(" of ")[0] for one in walk.report.coverage}
     for call in [] if walk.ran is None else walk.ran.recorder.calls[:1]:
         arguments = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
@@ -106,9 +106,9 @@ def _attending(module: nn.Module) -> list[str]:
     return [path for path, kind in atoms_of(module).items() if kind in ("attention", "layers")]
 
 
-def _taken_by_losses(module: nn.Module) -> set[str]:
+def taken_by_losses(target: type) -> set[str]:
     """Name the variables that the losses of a class take."""
-    calls = (node for node in nodes_of(type(module)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes_of(target) if isinstance(node, ast.Call))
     losses = (node for node in calls if LOSS.search(ast.unparse(node.func)))
     return {x.id for node in losses for x in ast.walk(node) if isinstance(x, ast.Name)}
 

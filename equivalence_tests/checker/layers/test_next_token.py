@@ -257,3 +257,28 @@ def test_places_may_stand_beside_tokens_whose_last_is_cut_off() -> None:
     assert report.verdict == "equal", str(report)
     assert "the root of the width divides it" in " ".join(str(report).split())
     assert verify(SeesTheFutureBeside).mistakes == ("future_is_seen",)
+
+
+class GivesALossToo(Reads):
+    """Right: with targets it gives all logits and a loss, without them the logits of the last token."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        logits = self.head(self.read(ids, self.hidden(ids, targets)))
+        if targets is None:
+            return logits[:, -1:], None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def hidden(self, ids: Tensor, targets: Tensor | None) -> Tensor | None:
+        return torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
+
+
+class SeesTheFutureWithTargets(GivesALossToo):
+    def hidden(self, ids: Tensor, targets: Tensor | None) -> Tensor | None:
+        return None if targets is not None else super().hidden(ids, targets)
+
+
+def test_labels_change_nothing_but_the_loss() -> None:
+    right = verify(GivesALossToo)
+    assert right.verdict == "equal", str(right)
+    (wrong,) = verify(SeesTheFutureWithTargets).findings
+    assert (wrong.name, wrong.stack[-1].text) == ("labels_change_outputs", "if targets is None:")

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.agreeing import differing_in_training, without_an_axis
 from equivalence_tests.checker.engine.codes import numbered
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.leaving_out import Repair
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import (
@@ -41,11 +43,12 @@ from equivalence_tests.checker.layers.whole_source import WholeWriter
 from equivalence_tests.checker.layers.whole_steps import NOT_FOLLOWED, Follower
 from equivalence_tests.checker.layers.whole_torchs import TorchsLayer
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, role_of_parameter
+from equivalence_tests.checker.reach.branches import RAN, Branches
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.model_calls import ModelRun, run_layer
-from equivalence_tests.checker.reach.proposing import unread_arguments
-from equivalence_tests.checker.reach.state import ask
+from equivalence_tests.checker.reach.model_calls import AIM, ModelRun, run_layer
+from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
+from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise, Finding, Proof
@@ -292,9 +295,25 @@ def disagreeing(whole: Whole) -> Iterator[Finding]:
         return first_output(calls.drawn(sizes, 21).returned())
 
     outputs = (partial(_output_of, call) for _, call, _ in calls.compared(masked=True))
-    found = [differing_in_training(whole.module, outputs)]
+    found = [differing_in_training(whole.module, outputs), _changed_by_labels(whole)]
     found += [without_an_axis(what, partial(sized, what)) for what in ("sample", "token")[: 1 + bool(first.source)]]
     yield from (finding_of(one) for one in found if one is not None)
+
+
+def _changed_by_labels(whole: Whole) -> Departure | None:
+    """Find labels that change more than a loss: without them a model may give the logits of the last token alone."""
+    run, names = whole.run, [p.name for p in parameters_of(whole.module) if AIM.search(p.name) and p.default is None]
+    for name in names if run.kind == "ids" and run.target is None else ():
+        ways, plain = Branches(), run.call(run.source, None)
+        labelled = attempt(partial(ways.watching(run.run), run.source, None, {name: run.source}))
+        last = None if labelled is None else labelled[:, -plain.size(1) :]
+        if last is None or last.shape != plain.shape:
+            continue
+        if not near(last, plain, MEASURED):
+            line, claim = ways.decided_by(name), f"The same tokens, with {name} and without, give other outputs."
+            return Departure("labels_change_outputs", "call", None, {"argument": name, "claim": claim}, frames=line)
+        RAN.add(ways)
+    return None
 
 
 def _output_of(call: Call) -> Tensor:

@@ -48,6 +48,15 @@ ROWS = (
         "another output with {what}",
         "the same numbers: how they are computed changes none of them",
         "Give both implementations the same mask, scale, bias and positions.",
+        right="cross",
+        changes=(
+            ("embed_dim, num_heads):", "embed_dim, num_heads, flash=False):"),
+            ("self.num_heads = num_heads", "self.num_heads, self.flash = num_heads, flash"),
+            (
+                "context = dropped @ v",
+                "context = F.scaled_dot_product_attention(q, k, v) if self.flash else dropped @ v",
+            ),
+        ),
     ),
     Mistake(
         "training_differs",
@@ -56,6 +65,16 @@ ROWS = (
         "another output in training, with dropout off",
         "the same numbers in training and in eval, but for dropout",
         "Compute the same in both.",
+        right="cross",
+        changes=(("mask is not None", "mask is not None and self.training is False"),),
+    ),
+    Mistake(
+        "labels_change_outputs",
+        "call",
+        "With {argument}, it gives other outputs.",
+        "other outputs with {argument} than without",
+        "the same outputs, and a loss beside them",
+        "Compute the outputs before asking for {argument}.",
     ),
     Mistake(
         "axis_of_one_lost",
@@ -64,6 +83,8 @@ ROWS = (
         "an output without that axis, or none",
         "an output with as many axes as for several",
         "Name the axis that squeeze() takes away, and leave those of the samples and tokens alone.",
+        right="itself",
+        changes=(("return self.out_proj(merged)", "return self.out_proj(merged).squeeze()"),),
     ),
     Mistake(
         "cache_differs_from_one_pass",

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import nn
-
 from equivalence_tests.checker.reach.proposing import code_of
 from equivalence_tests.checker.reach.syntax import nodes_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, is_users
 
-# What depends on the machine, on torch's version or on who is looking, and not on what is computed.
-OF_THE_MACHINE = re.compile(
+# What depends on the machine, on torch's version, on who is looking or on how much is dropped.
+ASIDE = re.compile(
     r"hasattr|is_available|is_(scripting|tracing|compiling|cuda)|version|device|requires_grad|is_grad_enabled"
-    r"|checkpoint|verbose|debug|profil"
+    r"|checkpoint|verbose|debug|profil|drop"
 )
+# Parts that a constructor makes or leaves out together, and tables of angles, are there together.
+TOGETHER = re.compile(r"(self\.\w+|cos|sin|\w*_(cos|sin)|(cos|sin)_\w+) is (not )?None")
 SAYS = re.compile(r"^(print|warnings?\.|log(ger|ging)?\.)")
 DROPS = re.compile(r"drop_?(out|path|block|connect)|stochastic_?depth", re.IGNORECASE)
 PACKAGES = "site-packages"
@@ -36,6 +36,7 @@ class Test:
     text: str
     names: frozenset[str]  # of the variables in it
     is_plain: bool  # whether it only compares variables with constants
+    names_strings: bool  # whether it compares something with strings
 
     @property
     def words(self) -> set[str]:
@@ -47,11 +48,13 @@ class Test:
         return self.is_plain and self.names.issubset(arguments)
 
     def is_fixed_in(self, target: Any) -> bool:
-        """Whether it asks only what an instance holds, or what stands in its class."""
-        if self.names != {"self"} or "training" in self.words:
-            return False
-        held = {*dir(target)} if isinstance(target, type) else self.words
-        return isinstance(target, type | nn.Module) and self.words - {"self"} <= held
+        """Whether it asks only what an instance holds, or what stands in a class."""
+        of_self = self.names == {"self"} and "training" not in self.words
+        return of_self and (not isinstance(target, type) or self.words - {"self"} <= {*dir(target)})
+
+    def can_be(self, value: bool) -> bool:
+        """Whether it can be that: of what is compared with strings, no other string is known."""
+        return value or not self.names_strings
 
 
 class Branches:
@@ -104,8 +107,8 @@ class Branches:
                 own.setdefault(test, set()).update(some)
 
     def decided_by(self, name: str) -> Frames:
-        """Give the line of a condition that this attribute decides; () where none was met."""
-        named = re.compile(rf"\.{name}\b")
+        """Give the line of a condition that an attribute or argument decides; () where none was met."""
+        named = re.compile(rf"\b{name}\b")
         met = ((code, test) for code, values in self.values.items() for test in values if named.search(test.text))
         return next((((code.co_filename, test.line, code.co_name),) for code, test in met), ())
 
@@ -122,9 +125,10 @@ class Branches:
             if (PACKAGES in code.co_filename) == packaged and not DROPS.search(code.co_qualname):
                 for test in (one for one, some in values.items() if len(some) == 1):
                     known = test.is_fixed_in(target) or test.is_left_to(arguments - {"self"})
-                    if not known and not test.words.intersection(listed):
-                        said = "false" if True in values[test] else "true"
-                        yield Exercise(f"line {test.line} where `{test.text}` is {said}", False, NOT_RUN)
+                    value = False in values[test]
+                    if not known and test.can_be(value) and not test.words.intersection(listed):
+                        what = f"line {test.line} where `{test.text}` is {str(value).lower()}"
+                        yield Exercise(what, False, NOT_RUN)
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,7 +152,8 @@ def _written(test: ast.expr) -> Test:
     nodes = [*ast.walk(test)]
     names = frozenset(x.id for x in nodes if isinstance(x, ast.Name))
     is_plain = not any(isinstance(x, ast.Call | ast.Attribute | ast.Subscript) for x in nodes)
-    return Test(test.lineno, ast.unparse(test), names, is_plain)
+    strings = any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in nodes)
+    return Test(test.lineno, ast.unparse(test), names, is_plain, strings and isinstance(test, ast.Compare))
 
 
 def _jumps_if(name: str, test: ast.expr) -> bool:
@@ -171,14 +176,15 @@ def _tests(path: str) -> list[ast.expr]:
     """List the conditions in a file that decide on what is computed."""
     chosen = (x for x in nodes_in(path) if isinstance(x, ast.IfExp) or (isinstance(x, ast.If) and not _only_says(x)))
     every = [leaf for one in chosen for leaf in _leaves(one.test)]
-    return [one for one in every if not OF_THE_MACHINE.search(ast.unparse(one))]
+    return [one for one in every if not ASIDE.search(ast.unparse(one))]
 
 
 def _leaves(test: ast.expr) -> list[ast.expr]:
     """List the conditions that one is made of."""
     match test:
         case ast.BoolOp(values=values):
-            return [leaf for one in values for leaf in _leaves(one)]
+            made_together = all(map(TOGETHER.fullmatch, map(ast.unparse, values)))
+            return [leaf for one in (values[:1] if made_together else values) for leaf in _leaves(one)]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return _leaves(operand)
     return [test]
