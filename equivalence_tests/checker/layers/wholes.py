@@ -304,12 +304,14 @@ def _changed_by_labels(whole: Whole) -> Departure | None:
     """Find labels that change more than a loss: without them a model may give the logits of the last token alone."""
     run, names = whole.run, [p.name for p in parameters_of(whole.module) if AIM.search(p.name) and p.default is None]
     for name in names if run.kind == "ids" and run.target is None else ():
-        ways, plain = Branches(), run.call(run.source, None)
+        ways = Branches()
         labelled = attempt(partial(ways.watching(run.run), run.source, None, {name: run.source}))
-        last = None if labelled is None else labelled[:, -plain.size(1) :]
-        if last is None or last.shape != plain.shape:
+        plain = [run.call(run.source, None)]
+        if labelled is None or labelled[:, -plain[0].size(1) :].shape != plain[0].shape:
             continue
-        if not near(last, plain, MEASURED):
+        if plain[0].size(1) < labelled.size(1):  # it predicts the next token: the ones before the last are known too
+            plain = [run.call(run.source[:, : place + 1], None) for place in range(1, labelled.size(1))]
+        if not near(labelled[:, -sum(x.size(1) for x in plain) :], torch.cat(plain, 1), MEASURED):
             line, claim = ways.decided_by(name), f"The same tokens, with {name} and without, give other outputs."
             return Departure("labels_change_outputs", "call", None, {"argument": name, "claim": claim}, frames=line)
         RAN.add(ways)
