@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.agreeing import agree
@@ -25,7 +27,7 @@ from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, pr
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
-from equivalence_tests.checker.reach.branches import RAN, Branches
+from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.configs import switched
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths
@@ -53,6 +55,8 @@ NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary", "cache")
 # What says how something is computed, and not what.
 IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel", re.IGNORECASE)
+# Whether torch has its fused attention, which a constructor asks for once.
+ASKS_FOR_A_KERNEL = re.compile(r"self\.(\w+) = \(?hasattr\([\w.]+, *['\"]scaled_dot_product_attention['\"]")
 MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged
 
 
@@ -196,20 +200,42 @@ def cover_options(covered: Covered, subject: Subject) -> None:
         if causal:
             _causal_switch(what, {}, built)
             continue
-        known_findings = len(covered.findings)
+        found = len(covered.findings)
         _option(what, built, subject)
-        if len(covered.findings) > known_findings:
-            continue
-        if IMPLEMENTED.search(name):
-            _implementation(what, name, trial.function, built)
-            continue
-        for beside, of, _, further in _options(other):
-            both = built_alike(target, subject, **{**given, **further}) if IMPLEMENTED.search(of) else None
-            if both is not None:
-                faster = replace(built, trial=replace(built.trial, function=prepare(both, subject.dtype)))
-                _implementation(f"{what} and {beside}", of, other, faster)
+        if len(covered.findings) == found:
+            _beside_another(what, name, given, built, covered, subject)
+    _without_the_kernel(covered, subject)
     for name in inner_widths(target):
         _other_width(name, covered, subject)
+
+
+def _beside_another(
+    what: str, name: str, given: dict[str, Any], built: Covered, covered: Covered, subject: Subject
+) -> None:
+    """Compare what says how something is computed with what it stands for, alone and beside another option."""
+    target, other = type(subject.function), built.trial.function
+    if IMPLEMENTED.search(name):
+        _implementation(what, name, covered.trial.function, built)
+        return
+    for beside, of, _, further in _options(other):
+        both = built_alike(target, subject, **{**given, **further}) if IMPLEMENTED.search(of) else None
+        if both is not None:
+            faster = replace(built, trial=replace(built.trial, function=prepare(both, subject.dtype)))
+            _implementation(f"{what} and {beside}", of, other, faster)
+
+
+def _without_the_kernel(covered: Covered, subject: Subject) -> None:
+    """Build a class that asks whether torch has its fused attention as if torch had none, and compare it."""
+    target = type(subject.function)
+    asked = next(filter(None, (ASKS_FOR_A_KERNEL.search(source_of(one)) for one in target.__mro__[:-1])), None)
+    if asked is None:
+        return
+    with mock.patch.dict(vars(F)):
+        del F.scaled_dot_product_attention
+        other = built_alike(target, subject)
+    if other is not None:
+        built = replace(covered, trial=replace(covered.trial, function=prepare(other, subject.dtype)))
+        _implementation("a torch that has no fused attention", asked[1], covered.trial.function, built)
 
 
 def _options(function: Any) -> list[tuple[str, str, Any, dict[str, Any]]]:
@@ -226,19 +252,16 @@ def _implementation(what: str, name: str, function: Any, covered: Covered) -> No
     def look() -> tuple[list[Finding], str]:
         claims = (agree(replace(trial, function=function), other, form) for trial, form in covered.calls)
         claim = next(filter(None, claims), "")
-        if not claim:
-            return [], "the same weights give the same numbers"
-        ways, inputs = Branches(), covered.trial.inputs()
-        attempt(partial(ways.watching(covered.trial.output), inputs))
-        lines = code_lines(ways.decided_by(name))
-        return [found_mistake("implementations_differ", {"what": what}, evidence=claim, stack=lines)], ""
+        lines = code_lines(RAN.decided_by(name))
+        found = [found_mistake("implementations_differ", {"what": what}, evidence=claim, stack=lines)]
+        return found if claim else [], "the same weights give the same numbers"
 
     if _shapes(other) == _shapes(function):
         covered.run(f"{what}, beside the same without it", look, covered.leave_out)
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: x.shape for name, x in module.state_dict().items()}
+    return {name: x.shape for name, x in module.named_parameters()}
 
 
 def _other_width(name: str, covered: Covered, subject: Subject) -> None:

@@ -19,6 +19,13 @@ OPTIONS = (
         + "        scores = scores - places.abs() if self.local else scores\n",
     ),
 )
+ASKED = (
+    (
+        "self.num_heads = num_heads",
+        "self.num_heads, self.flash = num_heads, False\n        "
+        "self.flash = hasattr(F, 'scaled_dot_product_attention')",
+    ),
+)
 FUSED = """scaled_dot_product_attention(q, k, v, {mask})
             return self.out_proj(context.transpose(1, 2).flatten(2))
 """
@@ -48,6 +55,8 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ([fused("None if mask is None else ~mask"), *OPTIONS[:2]], "", ""),
         ([fused("None"), *OPTIONS[:2]], "implementations_differ", "if self.flash"),
         ([fused("mask"), *OPTIONS[:2]], "implementations_differ", "if self.flash"),
+        ([fused("None"), *ASKED], "implementations_differ", "if self.flash"),
+        ([fused("None if mask is None else ~mask"), *ASKED], "", ""),
         ([fused("None if mask is None else ~mask"), *OPTIONS], "implementations_differ", "if self.flash"),
         ([fused("None if mask is None else ~mask", "self.flash and not self.local"), *OPTIONS], "", ""),
     ],
