@@ -26,6 +26,7 @@ ASKED = (
         "self.flash = hasattr(F, 'scaled_dot_product_attention')",
     ),
 )
+TWICE = "weights = scores", "weights = (2 * scores)"
 FUSED = """scaled_dot_product_attention(q, k, v, {mask})
             return self.out_proj(context.transpose(1, 2).flatten(2))
 """
@@ -55,7 +56,7 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ([fused("None if mask is None else ~mask"), *OPTIONS[:2]], "", ""),
         ([fused("None"), *OPTIONS[:2]], "implementations_differ", "if self.flash"),
         ([fused("mask"), *OPTIONS[:2]], "implementations_differ", "if self.flash"),
-        ([fused("None"), *ASKED], "implementations_differ", "if self.flash"),
+        ([fused("None if mask is None else ~mask"), *ASKED, TWICE], "implementations_differ", "if self.flash"),
         ([fused("None if mask is None else ~mask"), *ASKED], "", ""),
         ([fused("None if mask is None else ~mask"), *OPTIONS], "implementations_differ", "if self.flash"),
         ([fused("None if mask is None else ~mask", "self.flash and not self.local"), *OPTIONS], "", ""),

@@ -127,12 +127,8 @@ class Branches:
             if (PACKAGES in code.co_filename) == packaged and not DROPS.search(code.co_qualname):
                 for test in (one for one, some in values.items() if len(some) == 1):
                     known = test.is_fixed_in(target) or test.is_left_to(arguments - {"self"})
-                    value = False in values[test]
-                    if (
-                        not known
-                        and test.can_be(value)
-                        and test.words.isdisjoint({*listed, *_asked_of_torch(code.co_filename)})
-                    ):
+                    value, aside = False in values[test], {*listed, *_asked_of_torch(code.co_filename)}
+                    if not known and test.can_be(value) and test.words.isdisjoint(aside):
                         what = f"line {test.line} where `{test.text}` is {str(value).lower()}"
                         yield Exercise(what, False, NOT_RUN)
 
