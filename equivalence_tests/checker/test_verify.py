@@ -93,7 +93,8 @@ LONG = ("nn.Transformer", "scratch.Transformer", "scratch.TransformerDecoderLaye
 def test_what_is_right_by_definition_is_equal(name: str) -> None:
     report = verify(TORCH_S_OWN[name]())
     not_run = {exercise.what.partition(" of ")[0] for exercise in report.not_exercised}
-    assert not_run <= {"cache", "is_causal=True", "scale"}, str(report)  # hints, and what torch has not
+    named = {what for what in not_run if not what.startswith("line ")}  # else a condition, such as that of the tiles
+    assert named <= {"cache", "is_causal=True", "scale"}, str(report)  # hints, and what torch has not
     assert report.verdict == ("partial" if not_run else "equal"), str(report)
 
 

@@ -149,7 +149,8 @@ def _add_mode(report: Report, mode: str) -> None:
 def _add_branches(report: Report, found: Any) -> None:
     """List the ways of the code that no call that was compared has taken."""
     if report.verdict in ("equal", "partial"):
-        listed = {re.split(r"\W", one.what)[0] for one in report.not_exercised}
+        told = [*report.not_exercised, *(one for one in report.coverage if "=" in one.what)]
+        listed = {re.split(r"\W", one.what)[0] for one in told}
         report.coverage += RAN.never(found, listed | taken_by_losses(found if isinstance(found, type) else type(found)))
         report.verdict = "partial" if report.not_exercised else report.verdict
 

@@ -24,7 +24,7 @@ from equivalence_tests.checker.reach.masking import MaskForm, draw_masks
 from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 
-Call = Callable[[], Tensor]
+Output = Callable[[], Tensor]
 OF_THE_BATCH = nn.modules.batchnorm._BatchNorm, _InstanceNorm  # in training they take the statistics of each batch
 
 
@@ -51,7 +51,7 @@ def training(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def differing_in_training(module: nn.Module, calls: Iterable[Call]) -> Departure | None:
+def differing_in_training(module: nn.Module, calls: Iterable[Output]) -> Departure | None:
     """Find the condition at which training computes something other than eval does, without dropout."""
     if any(isinstance(one, OF_THE_BATCH) for one in module.modules()):
         return None
@@ -81,13 +81,10 @@ def without_an_axis(what: str, call: Callable[[int], Tensor]) -> Departure | Non
         return None
     raised = () if one.error is None else frames_of(one.error)
     if one.error is not None:
-        claim = f"One {what} alone raises {said(one.error)}."
-        refused = what == "token" or not raised or is_refusal(one.error)  # it may need more tokens
-        return (
-            None
-            if refused
-            else Departure("axis_of_one_lost", "call", None, {"what": what, "claim": claim}, frames=raised)
-        )
+        if what == "token" or not raised or is_refusal(one.error):  # it may need more tokens
+            return None
+        facts = {"what": what, "claim": f"One {what} alone raises {said(one.error)}."}
+        return Departure("axis_of_one_lost", "call", None, facts, frames=raised)
     shape = tuple(one.value.shape)  # type: ignore[union-attr]
     if shape == tuple(2 * x - y for x, y in zip(two, three, strict=True)):
         return None

@@ -357,7 +357,7 @@ def _scale(name: str, covered: Covered) -> None:
     def look() -> tuple[list[Finding], str]:
         inputs = trial.inputs()
         scaled = inputs.scaled(OTHER_SCALE * inputs.query.size(-1) ** 0.5, of=("query",))
-        have, want = trial.output(inputs, {name: OTHER_SCALE}), trial.output(scaled, {})
+        have, want = RAN.watching(trial.output)(inputs, {name: OTHER_SCALE}), trial.output(scaled, {})
         facts = {"what": what, "number": OTHER_SCALE, "argument": name}
         evidence = f"called with {what}, and without it on scaled queries"
         wrong = found_mistake("scale_argument_wrong", facts, evidence=evidence)

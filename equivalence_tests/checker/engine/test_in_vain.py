@@ -152,8 +152,8 @@ class TakesMasksOfFourAxes(TakesMasksOfThreeAxes):
     axes = 4
 
 
-@pytest.mark.parametrize(("tested", "verdict"), [(TakesMasksOfFourAxes, "equal"), (TakesMasksOfThreeAxes, "partial")])
-def test_a_mask_that_is_taken_in_another_shape_hides_something(tested: type[nn.Module], verdict: str) -> None:
+@pytest.mark.parametrize(("tested", "ignores"), [(TakesMasksOfFourAxes, False), (TakesMasksOfThreeAxes, True)])
+def test_a_mask_that_is_taken_in_another_shape_hides_something(tested: type[nn.Module], ignores: bool) -> None:
     report = verify(tested)
-    assert report.verdict == verdict, str(report)
-    assert ("mask of (batch, 1, query, key)" in {one.what for one in report.not_exercised}) == (verdict == "partial")
+    assert report.verdict == "partial", str(report)
+    assert ("mask of (batch, 1, query, key)" in {one.what for one in report.not_exercised}) == ignores

@@ -65,7 +65,8 @@ class TakesTokensForFeatures(EncoderLayer):
 
 def test_a_layer_is_handed_the_attention_that_projects() -> None:
     report = verify(EncoderLayer)
-    assert report.verdict == "equal", str(report)
+    (never,) = report.not_exercised
+    assert never.what.endswith("where `self.mix` is true"), str(report)
 
 
 @pytest.mark.thorough

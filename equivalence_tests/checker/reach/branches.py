@@ -3,6 +3,7 @@
 import ast
 import dis
 import functools
+import itertools
 import linecache
 import re
 import sys
@@ -21,17 +22,18 @@ ASIDE = re.compile(
     r"hasattr|is_available|is_(scripting|tracing|compiling|cuda)|version|device|requires_grad|is_grad_enabled"
     r"|checkpoint|verbose|debug|profil|drop"
 )
-# Parts that a constructor makes or leaves out together, and tables of angles, are there together.
-TOGETHER = re.compile(r"(self\.\w+|cos|sin|\w*_(cos|sin)|(cos|sin)_\w+) is (not )?None")
+# Parts that a constructor makes or leaves out together, tables of angles and both halves of a cache.
+TOGETHER = re.compile(r"(self\.\w+|\w*(cos|sin|cache|past)\w*) is (not )?None")
 SAYS = re.compile(r"^(print|warnings?\.|log(ger|ging)?\.)")
 DROPS = re.compile(r"drop_?(out|path|block|connect)|stochastic_?depth", re.IGNORECASE)
 ASKED = re.compile(r"(\w+) = \(?hasattr\(")  # what keeps whether torch has something
 PACKAGES = "site-packages"
+MOST_LISTED = 6  # of the conditions that a verdict says nothing about
 NOT_RUN = "no call that was compared led there"
 
 
 @dataclass(frozen=True, order=True)
-class Test:
+class Condition:
     """A condition, as it is written."""
 
     line: int
@@ -63,7 +65,7 @@ class Branches:
     """What the conditions of the user's code were in some calls."""
 
     def __init__(self) -> None:
-        self.values: dict[CodeType, dict[Test, set[bool]]] = {}
+        self.values: dict[CodeType, dict[Condition, set[bool]]] = {}
 
     def forget(self) -> None:
         """Forget the calls of another target."""
@@ -118,25 +120,37 @@ class Branches:
         """List what conditions never were in the code that ran for a target, beside what has been listed already.
 
         What an instance holds is as it is, and so is what stands in its class; what a function asks of its arguments is
-        up to those that call it.
+        up to those that call it. Of functions in other files only methods count: what they are for is elsewhere.
         """
         _, own = code_of(target)
-        packaged = own is not None and PACKAGES in own.co_filename
-        for code, values in self.values.items():
-            arguments = set[str]() if code is own else {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-            if (PACKAGES in code.co_filename) == packaged and not DROPS.search(code.co_qualname):
-                for test in (one for one, some in values.items() if len(some) == 1):
-                    known = test.is_fixed_in(target) or test.is_left_to(arguments - {"self"})
-                    value, aside = False in values[test], {*listed, *_asked_of_torch(code.co_filename)}
-                    if not known and test.can_be(value) and test.words.isdisjoint(aside):
-                        what = f"line {test.line} where `{test.text}` is {str(value).lower()}"
-                        yield Exercise(what, False, NOT_RUN)
+        ran = ((code, values) for code, values in self.values.items() if own is None or _is_of(code, own))
+        left = (one for code, values in ran for one in _left(code, code is own, values, target, listed))
+        yield from itertools.islice(left, MOST_LISTED)
+
+
+def _is_of(code: CodeType, own: CodeType) -> bool:
+    """Whether a function stands in the file of another, or is a method of the same package or folder."""
+    method = code.co_varnames[:1] == ("self",) and (PACKAGES in code.co_filename) == (PACKAGES in own.co_filename)
+    return (method or code.co_filename == own.co_filename) and not DROPS.search(code.co_qualname)
+
+
+def _left(
+    code: CodeType, entered: bool, values: dict[Condition, set[bool]], target: Any, listed: Collection[str]
+) -> Iterator[Exercise]:
+    """List what the conditions of one function never were, but for what cannot be otherwise."""
+    arguments = set[str]() if entered else {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]}
+    arguments |= set() if entered else {*code.co_varnames[:1]} - {"self"}
+    aside = {*listed, *_asked_of_torch(code.co_filename)}
+    for one, value in ((one, False in some) for one, some in values.items() if len(some) == 1):
+        known = one.is_fixed_in(target) or one.is_left_to(arguments) or not one.can_be(value)
+        if not known and one.words.isdisjoint(aside):
+            yield Exercise(f"line {one.line} where `{one.text}` is {str(value).lower()}", False, NOT_RUN)
 
 
 @functools.lru_cache(maxsize=256)
-def _jumps(code: CodeType) -> dict[int, tuple[Test, int, bool]]:
+def _jumps(code: CodeType) -> dict[int, tuple[Condition, int, bool]]:
     """Find the jumps of a function by their offsets: the condition, where it leads, and whether it jumps if true."""
-    found, before, extended = dict[int, tuple[Test, int, bool]](), None, 0
+    found, before, extended = dict[int, tuple[Condition, int, bool]](), None, 0
     tests = _tests(code.co_filename)
     for one in dis.get_instructions(code):
         if "JUMP" in one.opname and "_IF_" in one.opname:
@@ -150,12 +164,12 @@ def _jumps(code: CodeType) -> dict[int, tuple[Test, int, bool]]:
     return found
 
 
-def _written(test: ast.expr) -> Test:
+def _written(test: ast.expr) -> Condition:
     nodes = [*ast.walk(test)]
     names = frozenset(x.id for x in nodes if isinstance(x, ast.Name))
     is_plain = not any(isinstance(x, ast.Call | ast.Attribute | ast.Subscript) for x in nodes)
     strings = any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in nodes)
-    return Test(test.lineno, ast.unparse(test), names, is_plain, strings and isinstance(test, ast.Compare))
+    return Condition(test.lineno, ast.unparse(test), names, is_plain, strings and isinstance(test, ast.Compare))
 
 
 def _jumps_if(name: str, test: ast.expr) -> bool:
