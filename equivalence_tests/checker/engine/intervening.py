@@ -48,7 +48,9 @@ def _is_single(judgement: Judgement) -> bool:
 
 
 def _is_biased(judgement: Judgement, departures: list[Departure]) -> bool:
-    """Whether something is added to the scores that is right, as no mask is at fault."""
+    """Whether something is added to the scores that is put right, or that is right, as no mask is at fault."""
+    if any(departure.stage == "bias" and departure.patches for departure in departures):
+        return True
     added = (model.bias[model.live & ~model.hidden] for model in judgement.models)
     is_right = not any(departure.stage in ("mask", "bias") for departure in departures)
     return is_right and any(bool((bias.abs() > SINGLE).any()) for bias in added)

@@ -48,6 +48,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.ran import drawn_in, never_hid
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
+from equivalence_tests.checker.engine.relative_terms import of_other_queries
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
@@ -234,7 +235,15 @@ def _departures(situation: Situation, report: Report) -> list[Departure]:
         departures += _beyond(situation, departures, report)
     if any(departure.name == "norm_fresh_in_forward" for departure in departures):
         departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
-    return departures
+    return _in_one_call(departures)
+
+
+def _in_one_call(departures: list[Departure]) -> list[Departure]:
+    """Give what departs as it was seen in the call in which a bias can be put right: elsewhere this hides the proof."""
+    seen = next((one.seen_in for one in departures if one.stage == "bias" and one.patches), None)
+    there = [] if seen is None else seen[0].departures[seen[1]]
+    known = {(one.name, one.lines): one for one in there}
+    return [known.get((one.name, one.lines), one) for one in departures]
 
 
 def _beyond_the_call(report: Report, situation: Situation) -> None:
@@ -312,6 +321,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(of_all_masks(masked, report))
     for each in masked:
         add(kept_masks(each))
+    add(of_other_queries(situation))
     if not more:
         add(hidden_together(masked))
     if all(one.evidence for one in (*found, *more)):

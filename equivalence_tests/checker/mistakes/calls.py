@@ -4,6 +4,7 @@ from equivalence_tests.checker.mistakes.formulas import (
     RETURNED,
     ROTATED,
     SCALE,
+    SCALE_LINE,
     SOFTMAX,
     SOFTMAX_LINE,
     WEIGHED,
@@ -135,6 +136,7 @@ CALLS = (
 
 # ---------------------------------------------------------------------------------------------- what may be intended
 _scores, _bias = rows("scores", SCALE), rows("bias")
+SKEWED = "F.pad(q @ self.far[-q.size(2) :].mT, (1, 0)).reshape(*q.shape[:2], -1, q.size(2))"  # and one row too many
 
 INTENDED = (
     _rotary(
@@ -188,6 +190,16 @@ INTENDED = (
         ("scores = q kᵀ / sqrt(head_dim) + what grows with |i - j|", "scores = q kᵀ / sqrt(head_dim) - slope |i - j|"),
         "Use absolute distances and negative slopes.",
         (SOFTMAX_LINE, "(scores + (torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]).abs()).softmax(-1)"),
+        of="itself",
+    ),
+    _bias(
+        "positions_of_another_query",
+        "The relative-position term comes from another query: the score of query {query} and key {key} gets that of "
+        "query {other}.",
+        ("scores[i, j] = q[i] k[j]ᵀ + q[another] r[i - j]ᵀ", "scores[i, j] = q[i] k[j]ᵀ + q[i] r[i - j]ᵀ"),
+        "{change}",
+        ("= num_heads\n", "= num_heads\n        self.far = nn.Parameter(torch.randn(64, embed_dim // num_heads))\n"),
+        (SCALE_LINE, f"(q @ k.mT + {SKEWED}[:, :, :-1]) / math.sqrt(q.size(-1))"),
         of="itself",
     ),
     _bias(
