@@ -1,6 +1,6 @@
 """Calls that have to agree: training with eval, one sample with several, one implementation with the other."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -122,13 +122,13 @@ def calls_of(situations: Iterable[Situation]) -> Iterator[tuple[Trial, MaskForm 
     yield from dict.fromkeys((one.trial, form) for one in situations for form in (None, one.understood))
 
 
-def output_with(trial: Trial, form: MaskForm | None) -> Tensor:
+def output_with(trial: Trial, form: MaskForm | None, extra: Mapping[str, Any] | None = None) -> Tensor:
     """Give the output of a call with a mask of this form, or without one."""
     inputs = trial.inputs()
     if form is not None:
         may = draw_masks(form.pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1))
         inputs = replace(inputs, may_attend=may)
-    return trial.output(inputs, None, form)
+    return trial.output(inputs, extra, form)
 
 
 def _gap(x: Tensor, y: Tensor) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.additive import additive
-from equivalence_tests.checker.engine.agreeing import agree
+from equivalence_tests.checker.engine.agreeing import agree, output_with
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
@@ -179,6 +179,16 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
         return [] if is_causal else [_not_causal(what, reach, extra, inputs, covered)], said
 
     covered.run(what, look)
+    for one, form in covered.calls:
+        _mask_beside(what, extra, replace(one, function=trial.function), form, covered)
+
+
+def _mask_beside(what: str, extra: dict[str, Any], trial: Trial, form: MaskForm | None, covered: Covered) -> None:
+    """List a mask that hides nothing beside a causal switch, as with torch's hint, which promises that it is causal."""
+    plain = attempt(partial(output_with, trial, None, extra))
+    masked = None if form is None else attempt(partial(output_with, trial, form, extra))
+    if plain is not None and masked is not None and torch.equal(plain, masked):
+        covered.leave_out(f"{trial.plan.mask_parameter} with {what}", "it was passed, and hides nothing")
 
 
 def cover_options(covered: Covered, subject: Subject) -> None:

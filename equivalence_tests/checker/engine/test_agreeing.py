@@ -70,6 +70,28 @@ def test_what_differs_is_named_on_the_line_where_two_ways_part(
     assert not name or line in report.findings[0].stack[-1].text, str(report)
 
 
+CAUSAL = (
+    ("mask=None):", "mask=None, causal=False):"),
+    (
+        "        if mask is not None:\n",
+        "        if causal:\n"
+        "            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)\n"
+        "            scores = scores.masked_fill(future, -math.inf)\n"
+        "        if mask is not None:\n",
+    ),
+)
+
+
+@pytest.mark.parametrize(("told", "not_run"), [("if", []), ("elif", ["mask with causal=True"])])
+def test_a_mask_that_a_causal_switch_makes_idle_is_listed(told: str, not_run: list[str], tmp_path: Path) -> None:
+    told_by = (
+        "        if mask is not None:\n            scores",
+        f"        {told} mask is not None:\n            scores",
+    )
+    report = verify(written(tmp_path, *CAUSAL, told_by))
+    assert [one.what for one in report.not_exercised] == not_run, str(report)
+
+
 LAYER = """
 
 

@@ -942,9 +942,15 @@ class CrossesItselfByChoice(CrossesByChoice):
         return super().cross(x, x, src_mask)
 
 
+class AttendsToItselfByChoice(CrossesByChoice):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, is_self_attn: bool = True) -> None:
+        super().__init__(d_model, n_heads, d_ff, not is_self_attn)
+
+
 @pytest.mark.thorough
 def test_a_memory_that_is_left_out_is_tried_with_the_option_that_asks_for_it() -> None:
     assert verify(CrossesByChoice).mistakes == ()
+    assert verify(AttendsToItselfByChoice).mistakes == ()
     assert verify(CrossesItselfByChoice).mistakes == ("cross_attention_from_decoder",)
 
 

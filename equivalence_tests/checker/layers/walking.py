@@ -69,6 +69,7 @@ NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", WHOLE_M
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)\)")  # two precisions
 CROSS = re.compile(r"cross|memory|context|encoder")
+OF_ITSELF = re.compile(r"self_?att")
 NO_MEMORY = "cross_attention_from_decoder"
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
 OF_LAYER = "the layer that holds it may leave the residual to it"  # where that adds one, too, its wiring says so
@@ -106,8 +107,9 @@ def _with_memory(report: Report, subject: Subject) -> Report:
     """Check a class that takes no keys from its memory once more with the option that asks for them."""
     target: Any = type(subject.function)
     options = other_options(target) if subject.built and NO_MEMORY in {one.name for one in report.findings} else ()
-    for name in (name for name, value in options if value is True and CROSS.search(name)):
-        other = built_alike(target, subject, **{name: True})
+    asking = {True: CROSS, False: OF_ITSELF}
+    for name, value in ((name, x) for name, x in options if isinstance(x, bool) and asking[x].search(name)):
+        other = built_alike(target, subject, **{name: value})
         found = _examine_subject(replace(subject, function=other), report.target) if other is not None else report
         if NO_MEMORY not in {one.name for one in found.findings}:
             return found
