@@ -286,7 +286,8 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     generator = torch.Generator().manual_seed(0)
     vocabularies = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
     sizes = [n for n in vocabularies if n > FIRST_ID + 2]
-    lengths = [*LENGTHS, *((n, n) for n in exact_lengths(module))]
+    exact = (n for length in exact_lengths(module) for n in (length, length - 1))  # a class token may come before them
+    lengths = [*LENGTHS, *((n, n) for n in exact)]
     if sizes:
         for one in lengths:
             yield "ids", [_distinct(min(sizes), length, generator) for length in one[:count]], 1

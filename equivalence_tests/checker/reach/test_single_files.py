@@ -291,6 +291,22 @@ class Attention(nn.Module):
 """
 
 
+# Positions for all patches and for a token before them, which are no fewer for shorter images.
+PATCHES = """
+class Model(nn.Module):
+    def __init__(self, input_dim=12, d_model=24, n_heads=2, max_len=15):
+        super().__init__()
+        self.embed, self.head = nn.Linear(input_dim, d_model), nn.Linear(d_model, 5)
+        self.first = nn.Parameter(torch.zeros(1, 1, d_model))
+        self.places = nn.Parameter(torch.zeros(1, max_len + 1, d_model))
+        self.layer = nn.TransformerEncoderLayer(d_model, n_heads, 2 * d_model, batch_first=True)
+
+    def forward(self, x):
+        x = torch.cat((self.first.expand(len(x), -1, -1), self.embed(x)), dim=1) + self.places
+        return self.head(self.layer(x)[:, 0])
+"""
+
+
 def report_on(text: str, name: str, folder: Path) -> str:
     (folder / "theirs.py").write_text(HEAD + text, encoding="utf-8")
     report = verify(f"{folder / 'theirs.py'}:{name}")
@@ -305,12 +321,13 @@ def report_on(text: str, name: str, folder: Path) -> str:
         (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention"),
         *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
         (WIDE.replace("KEYS", "self.rotated(self.k(x))"), "Attention"),
+        (PATCHES, "Model"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
         *("a window", "a layer that attends itself", "items that are scored"),
-        "all heads rotated together",
+        *("all heads rotated together", "a token before the patches"),
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
