@@ -302,7 +302,9 @@ def disagreeing(whole: Whole) -> Iterator[Finding]:
 
 def _changed_by_labels(whole: Whole) -> Departure | None:
     """Find labels that change more than a loss: without them a model may give the logits of the last token alone."""
-    run, names = whole.run, [p.name for p in parameters_of(whole.module) if AIM.search(p.name) and p.default is None]
+    run, given = whole.run, whole.calls.recorded(0, False).kwargs
+    optional = (p.name for p in parameters_of(whole.module) if AIM.search(p.name) and p.default is None)
+    names = [name for name in optional if given.get(name) is None]  # else it does not run without them
     for name in names if run.kind == "ids" and run.target is None else ():
         ways = Branches()
         labelled = attempt(partial(ways.watching(run.run), run.source, None, {name: run.source}))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from equivalence_tests.checker.reach.proposing import code_of
+from equivalence_tests.checker.reach.proposing import code_of, parameters_of
 from equivalence_tests.checker.reach.syntax import nodes_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames, is_users
@@ -46,6 +46,10 @@ class Condition:
     def words(self) -> set[str]:
         """The names in it, those of attributes too."""
         return {*re.findall(r"\w+", self.text)}
+
+    def asks_for(self, required: Collection[str]) -> bool:
+        """Whether it asks only if a required argument is None."""
+        return self.text.endswith((" is None", " is not None")) and self.is_left_to(required)
 
     def is_left_to(self, arguments: Collection[str]) -> bool:
         """Whether it asks only what these arguments are."""
@@ -138,11 +142,12 @@ def _left(
     code: CodeType, entered: bool, values: dict[Condition, set[bool]], target: Any, listed: Collection[str]
 ) -> Iterator[Exercise]:
     """List what the conditions of one function never were, but for what cannot be otherwise."""
-    arguments = set[str]() if entered else {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]}
-    arguments |= set() if entered else {*code.co_varnames[:1]} - {"self"}
+    arguments = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
+    required = {p.name for p in parameters_of(getattr(target, "forward", target)) if p.default is p.empty}
     aside = {*listed, *_asked_of_torch(code.co_filename)}
     for one, value in ((one, False in some) for one, some in values.items() if len(some) == 1):
-        known = one.is_fixed_in(target) or one.is_left_to(arguments) or not one.can_be(value)
+        left = one.asks_for(required) if entered else one.is_left_to(arguments)
+        known = left or one.is_fixed_in(target) or not one.can_be(value)
         if not known and one.words.isdisjoint(aside):
             yield Exercise(f"line {one.line} where `{one.text}` is {str(value).lower()}", False, NOT_RUN)
 

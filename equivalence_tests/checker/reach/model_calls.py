@@ -165,7 +165,8 @@ def _beside(module: nn.Module, roles: Mapping[str, str]) -> dict[str, str]:
     wide = [n for n in told if kinds[n] != "ids"]
     first = next((n for n in wide or told if not TARGET.search(n.lower())), "")
     last = next((n for n in told if not wide and TARGET.search(n.lower())), "")
-    items = [p.name for p in parameters_of(module) if p.default is None and taken.get(p.name) is taken.get(first)]
+    optional = [p.name for p in parameters_of(module) if p.default is None and not AIM.search(p.name)]
+    items = [name for name in optional if taken.get(name) is taken.get(first)]
     beside = [n for n in (*roles, *items) if n in kinds and n not in (first, last)] if first else []
     return {n: "=None" for n in roles if n in unread_arguments(module)} | {n: kinds[n] for n in beside}
 
