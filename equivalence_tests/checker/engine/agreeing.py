@@ -83,13 +83,13 @@ def without_an_axis(what: str, call: Callable[[int], Tensor]) -> Departure | Non
     if one.error is not None:
         if what == "token" or not raised or is_refusal(one.error):  # it may need more tokens
             return None
-        facts = {"what": what, "claim": f"One {what} alone raises {said(one.error)}."}
+        facts = {"what": what, "claim": f"A single {what} raises {said(one.error)}."}
         return Departure("axis_of_one_lost", "call", None, facts, frames=raised)
     shape = tuple(one.value.shape)  # type: ignore[union-attr]
     if shape == tuple(2 * x - y for x, y in zip(two, three, strict=True)):
         return None
     squeezing = (op for op in operations_of(partial(call, 1)) if op.name == "squeeze")
-    claim = f"One {what} alone gives an output of shape {shape}; two give {tuple(two)}."
+    claim = f"A single {what} gives an output of shape {shape}; two give {tuple(two)}."
     return Departure("axis_of_one_lost", "call", next(squeezing, None), {"what": what, "claim": claim})
 
 

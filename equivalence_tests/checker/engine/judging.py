@@ -10,7 +10,8 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import context_departures, rotated_back, side_departures
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
-from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
+from equivalence_tests.checker.engine.contracts.layout import layout_departures
+from equivalence_tests.checker.engine.contracts.merging import merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.scores import Scores
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries

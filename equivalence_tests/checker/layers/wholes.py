@@ -314,7 +314,7 @@ def _changed_by_labels(whole: Whole) -> Departure | None:
         if plain[0].size(1) < labelled.size(1):  # it predicts the next token: the ones before the last are known too
             plain = [run.call(run.source[:, : place + 1], None) for place in range(1, labelled.size(1))]
         if not near(labelled[:, -sum(x.size(1) for x in plain) :], torch.cat(plain, 1), MEASURED):
-            line, claim = ways.decided_by(name), f"The same tokens, with {name} and without, give other outputs."
+            line, claim = ways.decided_by(name), f"The same tokens give different outputs with {name} and without."
             return Departure("labels_change_outputs", "call", None, {"argument": name, "claim": claim}, frames=line)
         RAN.add(ways)
     return None

@@ -29,7 +29,7 @@ DROPS = re.compile(r"drop_?(out|path|block|connect)|stochastic_?depth", re.IGNOR
 ASKED = re.compile(r"(\w+) = \(?hasattr\(")  # what keeps whether torch has something
 PACKAGES = "site-packages"
 MOST_LISTED = 6  # of the conditions that a verdict says nothing about
-NOT_RUN = "no call that was compared led there"
+NOT_RUN = "no compared call took this branch"
 
 
 @dataclass(frozen=True, order=True)
