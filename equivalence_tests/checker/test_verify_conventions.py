@@ -28,6 +28,18 @@ def test_a_mask_may_be_held_by_an_object_and_take_the_place_of_the_causal_mask()
     assert "replaces the built-in causal mask" in str(report.notes)
 
 
+class CausalUnlessPadded(OfItself):
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        q, k = self.split(self.q(x)), self.split(self.k(x))
+        blocked = torch.ones(x.size(1), x.size(1)).triu(1) > 0 if padding is None else padding[:, None, None, :]
+        return self.mixed((q @ k.mT / q.size(-1) ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1), x)
+
+
+def test_padding_that_takes_the_place_of_the_causal_mask_is_listed() -> None:
+    report = verify(CausalUnlessPadded)
+    assert [one.what for one in report.not_exercised] == ["padding together with the causal mask"], str(report)
+
+
 class TrainsInSilence(Plain):
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
         super().train(mode)

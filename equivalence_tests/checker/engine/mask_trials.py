@@ -183,6 +183,9 @@ class _Masks:
             instead = self._attempt(form, replaces_own=True)
             if instead is not None and not instead.blocked and not _beyond(self.situation, instead):
                 self.report.notes.append("a mask that you pass replaces the built-in causal mask")
+                if form.pattern in ("keys", "lengths"):  # one with a row for each query may hide later tokens too
+                    both = f"{self.parameter} together with the causal mask"
+                    self.report.coverage.append(Exercise(both, False, "padding takes the place of the causal mask"))
                 return True
         if new:
             self.tried.append((_score(form, new, attempt.blocked), form, new))
