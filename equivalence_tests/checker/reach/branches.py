@@ -80,6 +80,7 @@ class Branches:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             before = sys.gettrace()
+            sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, settrace looks whether any frame wants them
             sys.settrace(self._enter)
             try:
                 return function(*args, **kwargs)
@@ -104,6 +105,7 @@ class Branches:
                 last = frame.f_lasti
             return step
 
+        frame.f_trace = step  # in Python 3.13, only a frame that is traced already can ask for its opcodes
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return step
 
