@@ -59,9 +59,9 @@ def differing_in_training(module: nn.Module, calls: Iterable[Output]) -> Departu
         ways, before = Branches(), attempt(call)
         with training(module):
             trained, again = attempt(ways.watching(call)), attempt(call)
-        if before is None or trained is None or again is None:
-            continue
-        if torch.equal(trained, again) and not near(trained, before, MEASURED):  # else it draws numbers of its own
+        if before is None or trained is None or again is None or not torch.equal(trained, again):
+            continue  # it draws numbers of its own
+        if not near(trained, before, MEASURED):
             claim = f"Without dropout, the output differs by {_gap(trained, before):.2g} of the largest value."
             return Departure("training_differs", "call", None, {"claim": claim}, frames=ways.decided_by("training"))
         RAN.add(ways)

@@ -179,14 +179,13 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
         return [] if is_causal else [_not_causal(what, reach, extra, inputs, covered)], said
 
     covered.run(what, look)
-    for one, form in covered.calls:
+    for one, form in ((one, form) for one, form in covered.calls if form is not None):
         _mask_beside(what, extra, replace(one, function=trial.function), form, covered)
 
 
-def _mask_beside(what: str, extra: dict[str, Any], trial: Trial, form: MaskForm | None, covered: Covered) -> None:
+def _mask_beside(what: str, extra: dict[str, Any], trial: Trial, form: MaskForm, covered: Covered) -> None:
     """List a mask that hides nothing beside a causal switch, as with torch's hint, which promises that it is causal."""
-    plain = attempt(partial(output_with, trial, None, extra))
-    masked = None if form is None else attempt(partial(output_with, trial, form, extra))
+    plain, masked = (attempt(partial(output_with, trial, one, extra)) for one in (None, form))
     if plain is not None and masked is not None and torch.equal(plain, masked):
         covered.leave_out(f"{trial.plan.mask_parameter} with {what}", "it was passed, and hides nothing")
 

@@ -374,7 +374,7 @@ def _features_of_rows(codes: Tensor) -> Tensor | None:
 
 
 def _by_features(codes: Tensor) -> bool:
-    """Whether each row holds one feature of several tokens, and no other row the same one."""
+    """Whether each row holds a feature of its own, of several tokens."""
     feature = _features_of_rows(codes) if codes.size(-1) > 1 else None
     return feature is not None and all(len(rows.unique()) == len(rows) for rows in feature)
 

@@ -92,6 +92,17 @@ def test_a_mask_that_a_causal_switch_makes_idle_is_listed(told: str, not_run: li
     assert [one.what for one in report.not_exercised] == not_run, str(report)
 
 
+NOISE = (
+    "weights = scores",
+    "scores = scores + torch.rand_like(scores) if self.training else scores\n        weights = scores",
+)
+
+
+def test_training_that_draws_numbers_of_its_own_is_listed(tmp_path: Path) -> None:
+    (never,) = verify(written(tmp_path, NOISE)).not_exercised
+    assert never.what.endswith("where `self.training` is true")
+
+
 LAYER = """
 
 

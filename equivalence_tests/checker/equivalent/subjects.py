@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -352,20 +352,7 @@ def _cover(report: Report, situation: Situation) -> None:
     forward = type(function).forward if isinstance(function, torch.nn.Module) else function
     if situation.subject.adapter.call is not None or str(getattr(forward, "__module__", "")).startswith("torch"):
         return
-
-    subject, last = situation.subject, not situation.plan.layout.startswith("b e")
-
-    def judge(one: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
-        module = one if isinstance(one, torch.nn.Module) else subject.module
-        intended = subject.adapter.intended
-        return diagnose_call(Call(one, args, kwargs, module), intended=intended, proofs=False, features_last=last)
-
-    calls = [*calls_of([situation, *situation.other_masks])]
-    covered = Covered(situation.trial, calls, judge)
-    cover(covered, [exercise.what for exercise in report.coverage])
-    cover_fewer_masks(covered, situation.understood)
-    if subject.built and subject.module is not None:
-        cover_options(covered, subject)
+    covered = _covered(situation, [exercise.what for exercise in report.coverage])
     exercises = [hold_option(one, report, situation) for one in covered.exercises]
     run = situation.found.run
     report.coverage += [*drawn_in(run.operations), *never_hid(run.recorder, _ids_in(situation)), *exercises]
@@ -379,6 +366,23 @@ def _cover(report: Report, situation: Situation) -> None:
         report.verdict = "deviates"
     elif report.not_exercised:
         report.verdict = "partial"
+
+
+def _covered(situation: Situation, exercised: Collection[str]) -> Covered:
+    """Call the code in all ways that it offers, but for those that have been exercised."""
+    subject, last = situation.subject, not situation.plan.layout.startswith("b e")
+
+    def judge(one: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
+        module = one if isinstance(one, torch.nn.Module) else subject.module
+        intended = subject.adapter.intended
+        return diagnose_call(Call(one, args, kwargs, module), intended=intended, proofs=False, features_last=last)
+
+    covered = Covered(situation.trial, [*calls_of([situation, *situation.other_masks])], judge)
+    cover(covered, exercised)
+    cover_fewer_masks(covered, situation.understood)
+    if subject.built and subject.module is not None:
+        cover_options(covered, subject)
+    return covered
 
 
 def _ids_in(situation: Situation) -> set[str]:

@@ -527,6 +527,15 @@ def test_a_module_that_is_handed_to_others_is_called_where_it_is_held() -> None:
     assert report.equivalent.source.count("self.angles(") == 2
 
 
+class OfOneTableInTraining(OfOneTable):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (0.5 if self.training else 1)
+
+
+def test_what_only_the_whole_could_follow_is_compared_in_training_too() -> None:
+    assert verify(OfOneTableInTraining).mistakes == ("training_differs",)
+
+
 class StopsAGradient(TurnedBlock):
     def forward(self, x: Tensor, angles: Angles) -> Tensor:
         return x + self.attn(self.before(x).detach(), angles)

@@ -240,7 +240,6 @@ def _hold(report: Report, whole: Whole) -> None:
     holds = hold_whole(report, whole)
     if not holds and not report.findings:
         locate_in_whole(report, whole)
-    report.findings += disagreeing(whole) if holds and report.verdict in ("equal", "partial") else ()
     left_out = {one.name for one in report.suspected} == {"residual_missing"}  # the program leaves it out, too
     if holds and report.verdict == "unchecked" and not left_out:
         report.checks = [
@@ -248,9 +247,10 @@ def _hold(report: Report, whole: Whole) -> None:
             for check in report.checks
         ]
         report.reason, report.suspected = "", []
+    report.findings += disagreeing(whole) if holds and not report.reason else ()
     if report.findings:
         report.verdict = "deviates"
-    if report.verdict != "deviates" and not report.reason:
+    elif not report.reason:
         report.verdict = "partial" if report.not_exercised else "equal"
 
 

@@ -302,7 +302,7 @@ def disagreeing(whole: Whole) -> Iterator[Finding]:
 
 def _changed_by_labels(whole: Whole) -> Departure | None:
     """Find labels that change more than a loss: without them a model may give the logits of the last token alone."""
-    run, given = whole.run, whole.calls.recorded(0, False).kwargs
+    run, given = whole.run, whole.call.kwargs
     optional = (p.name for p in parameters_of(whole.module) if AIM.search(p.name) and p.default is None)
     names = [name for name in optional if given.get(name) is None]  # else it does not run without them
     for name in names if run.kind == "ids" and run.target is None else ():

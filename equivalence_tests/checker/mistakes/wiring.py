@@ -160,7 +160,7 @@ ROWS = (
             "h.view(b, n, len, d): the first part of all tokens, the next, ...",
             "h.view(b, len, n, d): each step's tokens",
         ),
-        "Take the tokens apart as they were put together.",
+        "Undo the interleaving in the order in which it was done: view(b, len, n, d), then permute.",
     ),
     _layer(
         "future_is_seen",
