@@ -24,6 +24,7 @@ from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.crashes import CRASHES
+from equivalence_tests.checker.reach.devices import on_cpu_where_a_gpu_is_asked_for
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.registering import REGISTERING
@@ -158,22 +159,10 @@ def _add_branches(report: Report, found: Any) -> None:
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     """Check with the global state preserved; whatever breaks off is a report too."""
     with preserved_global_state() as printed:
-        ABSENCES.forget()
-        CRASHES.forget()
-        RAN.forget()
-        REGISTERING.forget()
-        try:
-            torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
-            reports = checked()
-        except CannotCheckError as error:
-            reports = [Report(name, reason=str(error))]
-        except SystemExit as error:
-            reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
-        except Exception as error:  # code that changes torch under our feet can break anything of ours
-            what, own = said(error), raised_at(error)
-            why = f"this code itself raises {what}{own}" if own else f"{what}, in the checker, not in this code"
-            reports = [Report(name, reason=f"The check stopped: {why}")]
+        torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+        reports, asked = on_cpu_where_a_gpu_is_asked_for(lambda: _reports(checked, name))
     for report in reports:
+        report.notes += [] if asked is None else [f"run on the CPU, though it names a GPU{raised_at(asked)}"]
         _add_crashes(report)
         _add_unregistered(report)
         report.findings = list(_each_once(report.findings))
@@ -181,6 +170,23 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         if printed.getvalue().strip():
             report.notes.append("the code prints while it runs; the output was kept out of this report")
     return reports
+
+
+def _reports(checked: Callable[[], list[Report]], name: str) -> list[Report]:
+    """Check, with nothing known from before."""
+    for known in (ABSENCES, CRASHES, RAN, REGISTERING):
+        known.forget()
+    try:
+        return checked()
+    except CannotCheckError as error:
+        reason = str(error)
+    except SystemExit as error:
+        reason = f"It ends the process: exit({error.code}){raised_at(error)}."
+    except Exception as error:  # code that changes torch under our feet can break anything of ours
+        what, own = said(error), raised_at(error)
+        why = f"this code itself raises {what}{own}" if own else f"{what}, in the checker, not in this code"
+        reason = f"The check stopped: {why}"
+    return [Report(name, reason=reason)]
 
 
 def _add_crashes(report: Report) -> None:

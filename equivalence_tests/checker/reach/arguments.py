@@ -61,7 +61,7 @@ GRID, RESOLUTION = (4, 8), r"^(in(put)?_?|patch\w*_)?(res(olution)?|grid(_?size)
 SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob|^(?!(dilat|sampl|fram)\w*_)\w+_rate$", lambda s: DROPOUT),
     (
-        r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size|^(n|num)_?(items?|users?)$|^(item|user)_?(num|count|size)$",
+        r"vocab|num_embed(?!$)|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size|^(n|num)_?(items?|users?)$|^(item|user)_?(num|count|size)$",
         lambda s: VOCABULARY,
     ),
     (r"^(n|nb|num)_?(class(es)?|cls|labels|categories)$", lambda s: CLASSES),
@@ -115,6 +115,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
 AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
     (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"^num_embed$", lambda s: [s.embed_dim, VOCABULARY]),
     (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
     (r"^(d|dim)_?out$", lambda s: [s.num_heads * (s.head_dim + 2), s.embed_dim]),  # a scale may take the wrong width
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),

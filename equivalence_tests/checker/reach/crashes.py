@@ -20,6 +20,7 @@ from torch import nn
 
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
 from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter, value_for
+from equivalence_tests.checker.reach.devices import begin_anew_on_cpu
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.syntax import assigned_in, function_at, nodes_in, spans
 from equivalence_tests.checker.reach.tried import TRIED
@@ -83,6 +84,7 @@ class Crashes:
 
     def note(self, error: BaseException) -> None:
         """Note an exception that the code raised, if it is one of those."""
+        begin_anew_on_cpu(error)
         if isinstance(error, SyntaxError) and error.filename and _is_readable(error.filename):
             self._met[error.filename, error.lineno or 0, str(error)] = _unparsed(error, error.filename)
         last = _last_of_user(error) if isinstance(error, OF_CODE) else None

@@ -3,6 +3,8 @@
 import re
 from bdb import BdbQuit
 
+from equivalence_tests.checker.reach.devices import ASKED_FOR
+
 
 class CannotCheckError(Exception):
     """The code could not be read, built or called; the message says what is missing and how to give it."""
@@ -18,7 +20,7 @@ def said(error: BaseException) -> str:
         return "BdbQuit: it starts a debugger, which nobody can answer here"
     if wanted := re.search(r"tried to allocate (\d+) bytes", str(error)):
         return f"{type(error).__name__}: can't allocate memory: {int(wanted[1]) / 2**30:,.1f} GiB (--memory)"
-    if re.search(r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs", str(error)):
-        return "it needs CUDA, and there is none; take the device from the input, as in x.device"
+    if ASKED_FOR.search(str(error)):
+        return "it needs a GPU; take the device from the input, as in x.device"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.crashes import CRASHES
+from equivalence_tests.checker.reach.devices import begin_anew_on_cpu
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
 from equivalence_tests.checker.reporting.lines import OURS, raised_at
@@ -197,6 +198,7 @@ class _InFullOrPart(SourceFileLoader):
                 own = isinstance(error, SyntaxError) and error.filename == self.path
                 if own or (isinstance(error, ImportError) and not ABSENCES.find_spec(str(error.name))):
                     raise
+                begin_anew_on_cpu(error)
                 why = f"{said(error)}{raised_at(error)}"
                 if self.name.startswith(CHECKED):  # of a neighbour nothing else may need what is missing
                     CRASHES.note(error)

@@ -215,3 +215,36 @@ def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> Non
     (tmp_path / "weighing.py").write_text(WEIGHING)
     (tmp_path / "mine.py").write_text(body)
     assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
+
+
+ON_A_GPU = """
+import torch
+from settings import DEVICE
+from torch import nn
+
+SCALE = torch.tensor(1.0).cuda()
+
+
+class Attention(nn.Module):
+    def __init__(self, num_heads, num_embed):
+        super().__init__()
+        self.heads, self.packed = num_heads, nn.Linear(num_embed, 3 * num_embed, device=DEVICE)
+        self.out = nn.Linear(num_embed, num_embed).to(torch.device(DEVICE))
+
+    def forward(self, x):
+        b, l, c = x.shape
+        q, k, v = (y.view(b, l, self.heads, -1).transpose(1, 2) for y in self.packed(x.to("cuda:0")).chunk(3, -1))
+        past = torch.ones(l, l, device=DEVICE).tril()
+        scores = SCALE * q @ k.mT / WIDTH**0.5
+        scores = scores.masked_fill(past == 0, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, l, c))
+"""
+
+
+@pytest.mark.parametrize(("width", "expected"), [("k.size(-1)", ("equal", ())), ("c", ("deviates", ("scale_wrong",)))])
+def test_what_names_a_gpu_runs_on_the_cpu(tmp_path: Path, width: str, expected: object) -> None:
+    (tmp_path / "settings.py").write_text('DEVICE = "cuda"\n')
+    (tmp_path / "model.py").write_text(ON_A_GPU.replace("WIDTH", width))
+    report = verify(f"{tmp_path / 'model.py'}:Attention")
+    assert (report.verdict, report.mistakes) == expected, str(report)
+    assert any("names a GPU" in note and "model.py:" in note for note in report.notes)
