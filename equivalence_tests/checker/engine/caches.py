@@ -26,8 +26,9 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION
 from equivalence_tests.checker.reach.proposing import empty_state, parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import CACHE, ask, held_by
-from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reach.state import CACHE, Answer, ask, held_by
+from equivalence_tests.checker.reach.syntax import handed_back
+from equivalence_tests.checker.reach.tracing import tensors_in, tensors_of
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_of, raised_at
 
@@ -35,9 +36,11 @@ TOKENS = 6
 ROUNDS = 6  # of putting operations right
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
+NEW_ALONE = "it is of the new tokens alone, right only where the caller joins it to what was kept"
 SINGLY = {"token by token": (1,) * TOKENS, "a chunk, then token by token": (4, 1, 1)}
 CHUNKS = {**SINGLY, "in two chunks": (4, 2)}
 Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
+Outcome = tuple[list[Exercise], list[Finding]]  # what was not run, and what is wrong
 Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
 Lines = dict[tuple[str, Frames], list[Tensor]]  # what the same function gave in the same line, one after another
 PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
@@ -53,6 +56,7 @@ class _Protocol(NamedTuple):
     # Which of the returned values the next step takes as the cache; None if it takes the same object.
     fed_back: int | slice | None = None
     prepares: str = ""  # the name of the method that makes the cache before the first step; "" for none
+    joins: bool = False  # whether the caller joins what comes back, of the new tokens alone, to what it has kept
 
 
 def cache_arguments(function: Callable[..., Any]) -> list[str]:
@@ -84,7 +88,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     reasons: list[str] = []
     for causal in [*_causal_ways(trial)] or [_sees_all]:
         for protocol in _protocols(trial, names):
-            answer = ask(partial(_compared, _Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query)))
+            answer = _decoded(_Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query))
             if answer.value is not None:
                 refused, findings = answer.value
                 ran = [Exercise(name, True, protocol.detail) for name in names]
@@ -233,9 +237,9 @@ class _Decoder:
             with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
                 returned = replace(trial, first=start).returned(Inputs(x, x, x), extra, changing=True)
             if protocol.fed_back is not None:
-                new = returned[protocol.fed_back]
-                joined = _are_new_alone(handed, new, start, length)
-                handed = tree_map(lambda old, x: torch.cat([old, x], -2), handed, new) if joined else new
+                kept, handed = handed, returned[protocol.fed_back]
+                if protocol.joins and start:
+                    handed = _joined(kept, handed, start, length)
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
             if not (_holds(handed) if protocol.holders else _sizes(function) != before):
@@ -261,7 +265,34 @@ class _Decoder:
         return given
 
 
-def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
+def _decoded(decoder: _Decoder) -> Answer[Outcome]:
+    """Compare steps with one pass: with the cache as it comes back, then joined by the caller where it needs that."""
+    plain = ask(partial(_compared, decoder))
+    if decoder.protocol.fed_back is None or (plain.value is not None and not plain.value[1]):
+        return plain
+    joins = replace(decoder, protocol=decoder.protocol._replace(joins=True))
+    joining = ask(partial(_compared, joins))
+    if joining.value is not None and not joining.value[1]:
+        return ask(partial(_of_the_new_alone, joins, joining.value[0]))
+    return plain if joining.value is None else joining
+
+
+def _of_the_new_alone(decoder: _Decoder, refused: list[Exercise]) -> Outcome:
+    """Judge what is right only for a caller who joins the cache: by a caller in its file, or else not at all."""
+    trial, runs = decoder.trial, [run for _, run in decoder.steps((1, 1))]
+    code = getattr(inspect.unwrap(getattr(trial.function, "forward", trial.function)), "__code__", None)
+    called = getattr(trial.function, "__name__", type(trial.function).__name__)
+    arguments = [p.name for p in parameters_of(trial.function)]
+    caller = handed_back(code.co_filename, called, arguments, decoder.protocol.holders) if code else None
+    if caller is None:
+        return [*refused, Exercise(f"{decoder.protocol.detail} as it is", False, NEW_ALONE)], []
+    evidence = f"line {caller} hands it back as it is; joined to what was kept, each step gives what one pass gives"
+    first, second = ({(x.name, x.frames): x.frames for x in run.operations} for run in runs)
+    joins = next((frames for (name, _), frames in second.items() if name == "cat" and (name, frames) not in first), ())
+    return refused, [found_mistake("cache_of_new_tokens_alone", evidence=evidence, stack=code_lines(joins))]
+
+
+def _compared(decoder: _Decoder) -> Outcome:
     refused: list[Exercise] = []
     apart, detail = decoder.hiding is _sees_all, decoder.protocol.detail
     whole = decoder.last_of_each(TOKENS) if apart else decoder.whole(TOKENS)
@@ -374,10 +405,12 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def _are_new_alone(kept: Any, returned: Any, start: int, length: int) -> bool:
-    """Whether what comes back is of the new tokens alone, so that the caller joins it to what was kept."""
+def _joined(kept: Any, returned: Any, start: int, length: int) -> Any:
+    """Give the cache of a caller who joins what comes back of the new tokens alone to what was kept."""
     counts = [sum(x.numel() for x in tensors_in((one,))) for one in (kept, returned)]
-    return 0 < counts[1] * start == counts[0] * length
+    if not 0 < counts[1] * start == counts[0] * length:
+        raise CannotCheckError("what comes back is not of the new tokens alone")
+    return tree_map(lambda old, new: torch.cat([old, new], -2), kept, returned)
 
 
 def _are_keys_and_values(handed: Any) -> bool:
@@ -396,11 +429,11 @@ def _holds(handed: Any) -> bool:
     return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
 
 
-def _kept(function: nn.Module | None) -> dict[str, Tensor]:
-    """The tensors that a module keeps besides its parameters."""
-    return {name: x for name, x in held_by(function).items() if isinstance(x, Tensor)}
+def _kept(function: nn.Module | None) -> list[Tensor]:
+    """The tensors that a module holds, by themselves or in tuples, lists and dictionaries."""
+    return list(tensors_of(held_by(function)))
 
 
-def _sizes(function: nn.Module | None) -> dict[str, float]:
+def _sizes(function: nn.Module | None) -> list[float]:
     """The sums of squares of these, which change when the tensors do."""
-    return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
+    return [float(x.double().square().sum()) for x in _kept(function)]

@@ -1,5 +1,8 @@
 """verify on layers that decode with a cache."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -119,7 +122,8 @@ class JoinsInTheWrongOrder(HandsBackTheNewTokens):
 def test_what_comes_back_of_the_new_tokens_alone_is_joined_to_the_others() -> None:
     report = verify(HandsBackTheNewTokens)
     assert (report.verdict, report.findings) == ("partial", []), str(report)
-    assert any("one token" in exercise.detail for exercise in report.not_exercised), str(report)
+    for said in ("one token", "right only where the caller joins it"):
+        assert any(said in exercise.detail for exercise in report.not_exercised), str(report)
     (finding,) = verify(JoinsInTheWrongOrder).findings
     assert finding.name == "cache_differs_from_one_pass"
     assert line_of(finding).endswith("return torch.cat([new, old], 2)")
@@ -224,3 +228,76 @@ def test_a_cache_that_hides_nothing_is_held_against_passes_where_these_say_anyth
     for right in (SeesTheLastFour, Decodes):
         report = verify(right)
         assert (report.findings, [one.what for one in report.not_exercised][:1]) == ([], ["past"]), str(report)
+
+
+STALE = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim, n_heads):
+        super().__init__()
+        self.n_heads, self.kept = n_heads, None
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x, {arguments}):
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        new = (k, v)
+        if {is_there}:
+            k, v = (torch.cat([old, x], 2) for old, x in zip({old}, new))
+        hidden = torch.ones(k.size(2), k.size(2)).triu(1).bool()[-q.size(2):]
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
+        {keeps}
+        return {back}
+
+    def attended(self, weights, v):
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+"""
+CALLER = """
+def decode(tokens):
+    attention, cache, outputs = Attention(12, 3), None, []
+    for x in tokens.split(1, 1):
+        y, {taken} = attention(x, {given}cache)
+        outputs.append(y)
+    return torch.cat(outputs, 1)
+"""
+OUT = "self.attended(scores.softmax(-1), v)"
+THERE, NOTHING = "cache is not None", "pass"
+RETURNED = {  # arguments, whether there is something, what is taken from it, what is kept, what comes back
+    "a tuple": ("cache=None", THERE, "cache", NOTHING, f"{OUT}, new"),
+    "a list": ("cache=None", THERE, "cache", NOTHING, f"{OUT}, [*new]"),
+    "a dictionary": ("cache=None", THERE, "cache.values()", NOTHING, f"{OUT}, dict(zip('kv', new))"),
+    "a tensor of both": ("cache=None", THERE, "cache", NOTHING, f"{OUT}, torch.stack(new)"),
+    "by a switch": ("cache=None, use_cache=False", THERE, "cache", NOTHING, f"{OUT}, new if use_cache else None"),
+}
+GIVEN, OWN = ("cache=None", "cache"), ("use_cache=False", "use_cache and self.kept", "self.kept")
+KEPT = {
+    "a dictionary": (*GIVEN, "cache.values()", "if cache is not None: cache.update(k=new[0], v=new[1])", OUT),
+    "a list": (*GIVEN, "cache", "if cache is not None: cache[:] = new", OUT),
+    "the module": (*OWN, "self.kept = new if use_cache else None", OUT),
+}
+
+
+def stale(folder: Path, form: tuple[str, ...], caller: str = "") -> str:
+    names = ("arguments", "is_there", "old", "keeps", "back")
+    (folder / "mine.py").write_text(STALE.format(**dict(zip(names, form, strict=True))) + caller)
+    return f"{folder / 'mine.py'}:Attention"
+
+
+@pytest.mark.parametrize("form", RETURNED)
+def test_what_is_of_the_new_tokens_alone_is_wrong_where_it_is_handed_back_as_it_is(form: str, tmp_path: Path) -> None:
+    report = verify(stale(tmp_path, RETURNED[form], CALLER.format(taken="cache", given="cache=")))
+    assert report.mistakes == ("cache_of_new_tokens_alone",), str(report)
+    assert "k, v = (torch.cat([old, x], 2)" in line_of(report.findings[0])
+
+
+@pytest.mark.parametrize("caller", ["", CALLER.format(taken="new", given=""), CALLER.format(taken="_", given="")])
+def test_nothing_is_said_of_it_where_nobody_does_so(caller: str, tmp_path: Path) -> None:
+    report = verify(stale(tmp_path, RETURNED["a tuple"], caller))
+    assert (report.verdict, len(report.not_exercised)) == ("partial", 1), str(report)
+    assert "right only where the caller joins it" in report.not_exercised[0].detail
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_a_cache_that_keeps_the_new_tokens_alone_is_wrong(form: str, tmp_path: Path) -> None:
+    assert verify(stale(tmp_path, KEPT[form])).mistakes == ("cache_differs_from_one_pass",)

@@ -96,6 +96,14 @@ ROWS = (
         "query i of a step see the keys up to cached + i.",
     ),
     Mistake(
+        "cache_of_new_tokens_alone",
+        "cache",
+        "What comes back as the cache is of the new tokens alone: from the third step on, earlier ones are lost.",
+        "a cache of the tokens of one step",
+        "a cache of all tokens so far",
+        "Return the keys and values of all tokens: those that were kept, joined with the new ones.",
+    ),
+    Mistake(
         "cache_read_elsewhere",
         "cache",
         "What is read from the cache is not what was just written into it.",

@@ -3,7 +3,7 @@
 import ast
 import functools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,3 +31,19 @@ def assigned_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
         pairs = zip(getattr(target, "elts", ()), getattr(node.value, "elts", ()), strict=False)
         yield from pairs if several else [(target, node.value)]
+
+
+def handed_back(path: str, called: str, arguments: Sequence[str], holders: Collection[str]) -> int | None:
+    """Give the line of a file that hands what a function, or an object of a class, returns to its next call as it is.
+
+    That is the line of `y, past = attention(x, past)`, if `past` is one of the ``holders``.
+    """
+    pairs = [(target, made) for node in nodes_in(path) for target, made in assigned_in(node)]
+    calls = [(target, made) for target, made in pairs if isinstance(made, ast.Call)]
+    names = {called} | {ast.unparse(target) for target, made in calls if ast.unparse(made.func) == called}
+    for target, call in calls:
+        given = dict(zip(arguments, call.args, strict=False)) | {one.arg: one.value for one in call.keywords}
+        handed = {ast.unparse(given[name]) for name in holders if name in given}
+        if ast.unparse(call.func) in names and handed & {ast.unparse(x) for x in ast.walk(target)}:
+            return call.lineno
+    return None
