@@ -178,14 +178,25 @@ def taken_apart(target: Any) -> tuple[str, ...]:
 def keys_for(target: Any, name: str) -> list[Any]:
     """List the keys of the tables in a class's file in which something of this name is looked up."""
     file = sys.modules.get(getattr(target, "__module__", ""))
-    nodes = parsed(source_of(file)) if file else []
-    looks_up = [node for node in nodes if isinstance(node, ast.Subscript)]
-    found = [x.value for x in looks_up if name in (getattr(x.slice, key, "") for key in ("id", "attr"))]
+    source = source_of(file) if file else ""
+    found = _looked_up_in(source).get(name, [])
     tables = {getattr(x, "id", "") for x in found} - {""}
-    local = [x.value for x in nodes if isinstance(x, ast.Assign) and tables & {getattr(t, "id", "") for t in x.targets}]
+    assigned = (x for x in parsed(source) if isinstance(x, ast.Assign)) if tables else ()
+    local = [x.value for x in assigned if tables & {getattr(t, "id", "") for t in x.targets}]
     written = (key for x in (*found, *local) if isinstance(x, ast.Dict) for key in x.keys)
     keys = [key for one in tables if isinstance(table := vars(file).get(one), dict) for key in table]
     return [*dict.fromkeys([*keys, *(key.value for key in written if isinstance(key, ast.Constant))])]
+
+
+@functools.lru_cache(maxsize=64)
+def _looked_up_in(source: str) -> dict[str, list[ast.expr]]:
+    """Give what a text looks something up in, by the name of the key."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in parsed(source):
+        match node:
+            case ast.Subscript(value, ast.Name(id=key) | ast.Attribute(attr=key)):
+                found.setdefault(key, []).append(value)
+    return found
 
 
 def other_options(target: Any) -> Iterator[tuple[str, str | int]]:

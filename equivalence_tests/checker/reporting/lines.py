@@ -1,5 +1,6 @@
 """The user's lines: which frames of a stack are theirs, and what stands there."""
 
+import ast
 import functools
 import inspect
 import itertools
@@ -10,6 +11,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,12 +138,41 @@ def source_lines(written: Any) -> tuple[list[str], int]:
     """The lines of a class, a function or a file, without common indentation, and the number of the first."""
     written = getattr(written, "__func__", written)  # a method is another object each time
     try:
-        if written not in _SOURCES:  # Python parses the whole file for each class
-            lines, start = inspect.getsourcelines(written)
+        if written not in _SOURCES:
+            lines, start = (_lines_of_class if isinstance(written, type) else inspect.getsourcelines)(written)
             _SOURCES[written] = textwrap.dedent("".join(lines)).splitlines(keepends=True), start
         return _SOURCES[written]
     except (OSError, TypeError):
         return [], 0
+
+
+def _lines_of_class(kind: type) -> tuple[list[str], int]:
+    """The lines of a class, and the number of the first: Python before 3.13 parses the whole file for each class."""
+    path = inspect.getsourcefile(kind) or ""
+    linecache.checkcache(path)
+    lines = linecache.getlines(path, vars(sys.modules[kind.__module__]))
+    first = _classes_in("".join(lines)).get(kind.__qualname__)
+    if first is None:
+        raise OSError("no class of this name is written there")
+    return inspect.getblock(lines[first - 1 :]), first
+
+
+@functools.lru_cache(maxsize=64)
+def _classes_in(source: str) -> dict[str, int]:
+    """The line in which each class of a file begins; of several with one name it is the first."""
+    return dict(reversed([*_classes_below(ast.parse(source), "")]))
+
+
+def _classes_below(node: ast.AST, inside: str) -> Iterator[tuple[str, int]]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.ClassDef(name=name):
+                yield inside + name, min([child.lineno, *(x.lineno for x in child.decorator_list)])
+                yield from _classes_below(child, f"{inside}{name}.")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield from _classes_below(child, f"{inside}{name}.<locals>.")
+            case ast.stmt() | ast.ExceptHandler() | ast.match_case():
+                yield from _classes_below(child, inside)
 
 
 def assigned_at(module: Any, path: str) -> Frames:

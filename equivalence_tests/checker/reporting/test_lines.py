@@ -1,6 +1,11 @@
 """The line of a mistake that only the output shows: where what is wrong ran, or where the part was called."""
 
+import contextlib
+import functools
+import inspect
+import textwrap
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.layers import walking
 from equivalence_tests.checker.mistakes import MISTAKES
-from equivalence_tests.checker.reporting.lines import code_lines, source_of
+from equivalence_tests.checker.reporting.lines import code_lines, source_lines, source_of
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import builders, layers, parts
 
@@ -37,6 +42,31 @@ def test_a_source_that_is_kept_keeps_nothing_of_the_users() -> None:
     assert "super().forward(x)" in source_of(held.forward)
     del held
     assert gone() is None
+
+
+class Outer:
+    @functools.total_ordering
+    @dataclass
+    class Inner:
+        number: int
+
+        def __lt__(self, other: "Outer.Inner") -> bool:
+            return self.number < other.number
+
+
+def made_in_a_function() -> type:
+    with contextlib.suppress(TypeError):
+
+        class Inner:
+            """Another of the same name."""
+
+    return Inner
+
+
+@pytest.mark.parametrize("kind", [Held, Outer.Inner, made_in_a_function()])
+def test_the_source_of_a_class_is_the_one_that_python_gives(kind: type) -> None:
+    assert source_lines(kind)[1] == inspect.getsourcelines(kind)[1] > 0
+    assert source_of(kind) == textwrap.dedent(inspect.getsource(kind))
 
 
 @pytest.mark.sampled(2)
