@@ -24,9 +24,9 @@ FLOORS = ("reporting", "reach", "mistakes", "engine", "parts", "layers", "doors"
 BY_NAME = {"import_module", "from_homes"}
 
 
-def imported_by(tree: ast.Module) -> Iterator[str]:
+def imported_by(nodes: list[ast.AST]) -> Iterator[str]:
     """Name every module that a file imports, at its top or inside a function."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -34,12 +34,12 @@ def imported_by(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
-def named_in_texts(tree: ast.Module) -> set[str]:
+def named_in_texts(nodes: list[ast.AST]) -> set[str]:
     """Name the modules that a file may import by their names, where it has what does so."""
-    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if is_name(node)}
+    names = {node.id if isinstance(node, ast.Name) else node.attr for node in nodes if is_name(node)}
     if not names & BY_NAME:
         return set()
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
     return {text.partition(":")[0] for text in texts if isinstance(text, str)}
 
 
@@ -47,11 +47,15 @@ def is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
     return isinstance(node, ast.Name | ast.Attribute)
 
 
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
 @cache
 def names_in(module: str) -> tuple[frozenset[str], frozenset[str]]:
     """Name what a file imports, and what it may import by a text."""
-    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
-    return frozenset(imported_by(tree)), frozenset(named_in_texts(tree))
+    nodes = nodes_of(FILES[module].read_text(encoding="utf-8"))
+    return frozenset(imported_by(nodes)), frozenset(named_in_texts(nodes))
 
 
 def imports_of(module: str) -> set[str]:
@@ -108,7 +112,7 @@ def test_no_import_goes_round_in_a_circle() -> None:
 
 
 def test_imports_that_wait_are_seen() -> None:
-    late = ast.parse('def late():\n    from scratch import masks\n    return import_module("scratch.layers:given")\n')
+    late = nodes_of('def late():\n    from scratch import masks\n    return import_module("scratch.layers:given")\n')
     assert "scratch.masks" in set(imported_by(late))
     assert "scratch.layers" in named_in_texts(late)
-    assert named_in_texts(ast.parse('MODULE = "scratch.layers"')) == set()
+    assert named_in_texts(nodes_of('MODULE = "scratch.layers"')) == set()

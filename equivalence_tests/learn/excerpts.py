@@ -1,6 +1,7 @@
 """Quote code by what it says: text and line numbers are read off the source at the moment of asking, never typed."""
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator
@@ -127,14 +128,18 @@ def imports_of(function: Callable[..., Any]) -> list[str]:
     module = inspect.getmodule(function)
     assert isinstance(module, ModuleType)  # as promised
     needed = []
-    for node in ast.parse(inspect.getsource(module)).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias for alias in node.names if (alias.asname or alias.name) in used]
-            if isinstance(node, ast.Import) and names:
-                needed.append(ast.unparse(ast.Import(names)))
-            elif isinstance(node, ast.ImportFrom) and names:
-                needed.append(ast.unparse(ast.ImportFrom(node.module, names, node.level)))
+    for node in _imports_in(module):
+        names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+        if isinstance(node, ast.Import) and names:
+            needed.append(ast.unparse(ast.Import(names)))
+        elif isinstance(node, ast.ImportFrom) and names:
+            needed.append(ast.unparse(ast.ImportFrom(node.module, names, node.level)))
     return needed
+
+
+@functools.cache
+def _imports_in(module: ModuleType) -> list[ast.Import | ast.ImportFrom]:
+    return [x for x in ast.parse(inspect.getsource(module)).body if isinstance(x, ast.Import | ast.ImportFrom)]
 
 
 def as_typed(function: Callable[..., Any], known: Collection[str] = ()) -> str:
