@@ -7,7 +7,6 @@ import ast
 import itertools
 import linecache
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -139,8 +138,7 @@ class Without(Recorder):
             self.called[len(self.operations), module] = place
             return None
         flat, spec = tree_flatten(args)
-        self._exchange(place, flat)
-        return tree_unflatten(flat, spec)
+        return tree_unflatten(flat, spec) if self._exchange(place, flat) else None
 
     def record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, or give what takes its place."""
@@ -152,23 +150,26 @@ class Without(Recorder):
             self.holders.append(holder)
             return super().record(func, name, args, kwargs)
         flat, spec = flattened(args, kwargs)
-        self._exchange(place, flat)
+        exchanged = self._exchange(place, flat)
         instead = None if (place, GIVES) in self._taken else self._instead_of(place, GIVES)
         if instead is not None:
             return instead
-        args, kwargs = tree_unflatten(flat, spec)
+        args, kwargs = tree_unflatten(flat, spec) if exchanged else (args, kwargs)
         with torch._C.DisableTorchFunction() if place in self.idle else nullcontext():
             result = func(*args, **kwargs)
         self._note(place, GIVES, result)
         instead = self._instead_of(place, GIVES)
         return result if instead is None else instead
 
-    def _exchange(self, place: Place | None, flat: list[Any]) -> None:
-        """Put what takes the place of tensors that an operation or a sub-module takes among its arguments."""
+    def _exchange(self, place: Place | None, flat: list[Any]) -> bool:
+        """Put what takes the place of tensors that an operation or a sub-module takes among its arguments, if any."""
+        exchanged = False
         for number, at in enumerate([at for at, x in enumerate(flat) if isinstance(x, Tensor)]):
             self._note(place, number, flat[at])
             instead = self._instead_of(place, number)
-            flat[at] = flat[at] if instead is None else instead
+            if instead is not None:
+                flat[at], exchanged = instead, True
+        return exchanged
 
     def _note(self, place: Place | None, number: int, x: Any) -> None:
         """Keep what an operation takes or gives, if it is wanted elsewhere."""
@@ -194,16 +195,16 @@ class Without(Recorder):
     def _here(self, calls: bool = False) -> tuple[Place | None, nn.Module | None]:
         """Say where an operation, or the call of a sub-module, stands, and which module runs it."""
         holder, last = None, self._last.pop(calls, None)
-        for frame, _ in traceback.walk_stack(sys._getframe(1)):
-            if frame.f_code is Without.run.__code__:
-                break
-            own = frame.f_locals.get("self") if holder is None else None
+        frame: FrameType | None = sys._getframe(1)  # walk_stack looks up the line of every frame
+        while frame is not None and frame.f_code is not Without.run.__code__:
+            own = frame.f_locals.get("self") if holder is None and not self.left_out else None
             holder = own if isinstance(own, nn.Module) else holder
             if is_users(frame.f_code.co_filename):
                 same = last is not None and last[0] is frame and last[1] == frame.f_lasti
                 number = last[2] + 1 if last is not None and same else 0
                 self._last[calls] = frame, frame.f_lasti, number
                 return Place(frame.f_code, frame.f_lasti, number, calls), holder
+            frame = frame.f_back
         return None, holder
 
     def repairs(self, output: Any) -> Iterator[Repair]:

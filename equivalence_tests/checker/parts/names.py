@@ -1,5 +1,6 @@
 """Tell what something is by its name alone, without torch."""
 
+import functools
 import re
 
 NAMES = (
@@ -14,6 +15,7 @@ NAMES = (
 OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE)
 
 
+@functools.lru_cache(maxsize=4096)
 def kind_of_name(name: str) -> str:
     """Tell a kind from a name alone; "" if it says nothing.
 

@@ -3,6 +3,7 @@
 In each table the first pattern that occurs in the lower-cased name decides.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     return value is not None, value(sizes) if value else None
 
 
+@functools.lru_cache(maxsize=4096)
 def role_of_parameter(name: str) -> str:
     """Say what the name of an argument says.
 

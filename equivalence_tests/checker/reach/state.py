@@ -314,8 +314,9 @@ def _asks_for(kind: type, name: str) -> bool:
 def _held_by(child: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """List what a module remembers: tensors beside its parameters, tables, counts, and None where a cache may be."""
     for name, value in itertools.chain(vars(child).items(), child._buffers.items()):
-        kept = type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name))
-        if kept and name not in OF_ANY_MODULE:
+        if name in OF_ANY_MODULE:
+            continue
+        if type(value) in PLAIN or isinstance(value, Tensor) or (value is None and CACHE.search(name)):
             yield child, name, value
 
 
