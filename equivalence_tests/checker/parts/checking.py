@@ -29,8 +29,8 @@ from equivalence_tests.checker.parts.holding_parts import (
 )
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import is_rms_norm, norm_readings
-from equivalence_tests.checker.parts.position_calls import Placement, placements
-from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
+from equivalence_tests.checker.parts.position_calls import Placement, angles_joined, placements, rotating
+from equivalence_tests.checker.parts.positions import angle_readings, position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, PartReading, is_right, judge
 from equivalence_tests.checker.reach.arguments import SIZES
 from equivalence_tests.checker.reach.construction import build
@@ -164,14 +164,18 @@ def _examine_positions(
 ) -> Report | None:
     """Try every place where its table can be found, or the one that is known; with ``right``, only right readings."""
     unmatched = None
-    function = module or subject.function
-    for placement in placements(subject, function, like):
-        readings = rotary_readings if placement.rotated else position_readings
-        known = readings(module, placement.observations[0][1].size(-1))
-        report = _judged(subject, placement, function, known, where, right or bool(placement.grid))
-        if report.verdict != "unchecked":
-            return report
-        unmatched = unmatched or (report, placement)
+    with angles_joined(module or subject.function) as (function, angles):
+        for placement in placements(subject, function, like):
+            width = placement.observations[0][1].size(-1)
+            known = rotary_readings if placement.rotated else angle_readings if angles else position_readings
+            readings = known(module, width)
+            report = _judged(subject, placement, function, readings, where, right or bool(placement.grid))
+            if report.verdict != "unchecked":
+                return report
+            unmatched = unmatched or (report, placement)
+    rotation = next(_rotations(subject), None) if module is None and like is None else None
+    if rotation is not None:
+        return rotation
     if unmatched is not None and module is not None and not right:
         compared = [case.call for case in cases_of(unmatched[1], module)]
         again = partial(_examine_positions, module, subject, where, True, unmatched[1])
@@ -196,6 +200,16 @@ def _judged(
         calls.append(lambda: _constructed(function))
     hold_positions(judge(report, wanted, placement.observations, calls, where), subject, placement, function)
     return report
+
+
+def _rotations(subject: Subject) -> Iterator[Report]:
+    """Read rotations that are right with the angles that they are handed; with others any may be wrong."""
+    for function in rotating(subject.function):
+        for placement in (one for one in placements(subject, function) if one.rotated):
+            readings = rotary_readings(None, placement.draws[0].width)
+            report = _judged(subject, placement, function, readings, "", right=True)
+            if report.verdict != "unchecked":
+                yield report
 
 
 def _constructed(module: nn.Module) -> None:

@@ -3,9 +3,11 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import ALIKE, own_tensors
 from equivalence_tests.checker.parts.readings import Observation
-from equivalence_tests.checker.reach.arguments import MAX_LEN, VOCABULARY, value_for
+from equivalence_tests.checker.reach.angles import BASE, AngleForm
+from equivalence_tests.checker.reach.arguments import MAX_LEN, VOCABULARY, role_of_parameter, value_for
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 # Two samples and two tokens at the least: what is alike along an axis is distinct from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
@@ -40,6 +44,8 @@ WORDS = {
 }
 # Angles of later positions are less exact in float32 than what counts as equal.
 MOST_ROWS = 16
+AXES_OF_HEADS = (1, 2, None)  # (batch, heads, len, head_dim), (batch, len, heads, head_dim), or without heads
+LOUDER = 2.0  # than the first head is the second one
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,44 @@ class _Called:
     length: int
     x: Tensor | None
     output: Tensor
+
+
+@contextmanager
+def angles_joined(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], list[torch.Size]]]:
+    """Let code give cosines and sines as one table, whose sizes are listed; a module is as it was afterwards."""
+    called, met = function.forward if isinstance(function, nn.Module) else function, list[torch.Size]()
+
+    @wraps(called)
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        returned = called(*args, **kwargs)
+        table = side_by_side(returned)
+        met.extend([] if table is None else [table.shape])
+        return returned if table is None else table
+
+    if isinstance(function, nn.Module):
+        with mock.patch.object(function, "forward", joined):
+            yield function, met
+    else:
+        yield joined, met
+
+
+def side_by_side(returned: Any) -> Tensor | None:
+    """Lay cosines and sines side by side: two tensors, the last axis of one, or the parts of complex numbers.
+
+    >>> side_by_side((torch.zeros(3, 2), torch.ones(3, 2))).shape, side_by_side(torch.rand(3, 2))
+    (torch.Size([3, 4]), None)
+    """
+    both = torch.view_as_real(returned) if isinstance(returned, Tensor) and returned.is_complex() else returned
+    if isinstance(both, Tensor):
+        pair = [*both.unbind(-1)] if both.dim() > 2 and both.size(-1) == 2 else []
+    else:
+        pair = [x for x in both if isinstance(x, Tensor)] if isinstance(both, tuple | list) else []
+    if len(pair) != 2 or pair[0].shape != pair[1].shape or not all(x.is_floating_point() for x in pair):
+        return None
+    if not bool(((pair[0].square() + pair[1].square() - 1).abs() < ALIKE).all()):
+        return None
+    table = both.flatten(-2) if isinstance(both, Tensor) else torch.cat(pair, -1)
+    return table.flatten(0, -3) if table.dim() > 3 else table
 
 
 def placements(subject: Subject, function: Callable[..., Any], like: Placement | None = None) -> Iterator[Placement]:
@@ -237,3 +281,35 @@ def _alike(rest: Tensor, axis: int) -> bool:
 
 def _numbered(table: Tensor) -> Observation:
     return torch.arange(float(min(table.size(0), MOST_ROWS))), table[:MOST_ROWS]
+
+
+# ------------------------------------------------------------------------------------------- angles that are given
+def rotating(function: Callable[..., Any]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Give functions of (batch, len, head_dim) that call one which takes heads, and angles if it names any."""
+    required = [p.name for p in parameters_of(function) if p.default is p.empty]
+    turning = [name for name in required if role_of_parameter(name.lower()) == "angles"]
+    if not 1 <= len(required) - len(turning) <= 2:
+        return
+    for form, axis in itertools.product(AngleForm.all() if turning else [None], AXES_OF_HEADS):
+        if form is not None or axis is not None:
+            yield _of_vectors(function, required, {*turning}, form, axis)
+
+
+def _of_vectors(
+    function: Callable[..., Any], names: list[str], turning: set[str], form: AngleForm | None, axis: int | None
+) -> Callable[[Tensor], Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        heads = x if axis is None else torch.stack((x, LOUDER * x), axis)
+        angles = {name: form.build(name, x[0], BASE) for name in turning if form is not None}
+        returned = tensors_in((function(*(angles.get(name, heads.clone()) for name in names)),))
+        first, *others = (one for y in returned for one in _heads(y, axis))
+        if not all(torch.allclose(first, one, rtol=1e-5, atol=1e-6) for one in others):
+            raise ValueError("the output is not a rotation of each head")
+        return first
+
+    return rotated
+
+
+def _heads(x: Tensor, axis: int | None) -> list[Tensor]:
+    """Give what came of each head, all equally loud."""
+    return [x] if axis is None else [x.select(axis, 0), x.select(axis, 1) / LOUDER]

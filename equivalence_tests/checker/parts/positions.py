@@ -1,4 +1,4 @@
-"""Every positional encoding: sinusoids with their known mistakes, learned tables and rotations.
+"""Every positional encoding: sinusoids with their known mistakes, learned tables, rotations and tables of angles.
 
 Only the table is compared: ``position_calls`` subtracts the input from the output.
 """
@@ -56,6 +56,17 @@ NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
 }
 
+# What is made of the cosines and sines of all angles, and how many times as wide as a head it is.
+Lay = Callable[[Any, Any], Any]
+ANGLE_LAYOUTS: dict[str, tuple[Lay, int]] = {
+    "cosines, then sines": (lambda cos, sin: torch.cat((cos, sin), -1), 1),
+    "the cosine and the sine of each angle": (lambda cos, sin: torch.stack((cos, sin), -1).flatten(-2), 1),
+    "cosines for halves of a head, then sines": (lambda cos, sin: torch.cat((cos, cos, sin, sin), -1), 2),
+    "cosines for pairs of neighbours, then sines": (
+        lambda cos, sin: torch.cat((cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)), -1),
+        2,
+    ),
+}
 # How elements are paired: their angles laid out for each of them, and their quarter turn.
 PAIRS: dict[str, tuple[Map, Map]] = {
     "halves of a head": (PLACES["halves"], lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1)),
@@ -85,8 +96,32 @@ def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
     return x * angles.cos() + turn(x) * angles.sin()
 
 
+def angle_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
+    """Read cosines and sines, side by side in a table of this width, in every way; the module may state a base.
+
+    The formulas take the numbers of the positions.
+    """
+    layouts = itertools.product(ANGLE_LAYOUTS.items(), (False, True))
+    options = itertools.product(_bases_of(module), layouts, SHARED_EXPONENTS.items(), NUMBERINGS.items())
+    for base, ((layout, (lay, times)), turned), (exponent, (law, wrong)), (numbers, (number, shifted)) in options:
+        of_sines = layout.replace("cosine", "-").replace("sine", "cosine").replace("-", "sine")
+        order = ("order", of_sines if turned else layout, "torch.nn has none")
+        words = (order, ("positions", numbers, ""), *_said_base(base))
+        table = partial(_angle_table, lay, turned, law, base, number)
+        written = partial(sinusoids, "", base, table, width // times)
+        formula, mistakes = partial(table, width // times), (*wrong, *shifted)
+        yield PartReading(formula, words, mistakes, (NOTE,), {"exponent": exponent}, written=written)
+
+
 def _said_base(base: float) -> tuple[Row, ...]:
     return (("base", f"{base:g}", "10000"),) if base != BASES[0] else ()
+
+
+def _angle_table(lay: Lay, turned: bool, law: Exponents, base: float, number: Map, width: Any, given: Any) -> Any:
+    """Give the table's rows at these positions, as a tensor or as text; ``turned`` puts the sines first."""
+    positions, pairs = kept("positions", number(given[..., None])), kept("pairs", numbers_to(width // 2))
+    angles = kept("angles", positions * base ** -law(pairs, width)[0])
+    return lay(*((angles.sin(), angles.cos()) if turned else (angles.cos(), angles.sin())))
 
 
 def position_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
