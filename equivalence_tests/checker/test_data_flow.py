@@ -425,6 +425,13 @@ class RolledOnceMerged(TurnedByWhatIsHandedOver):
         return super().merged(heads).roll(1, 1)
 
 
+class SwappedOnceTurned(TurnedByWhatIsHandedOver):
+    """Wrong: keys and values are handed over in the wrong order."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().attended(query, value, key)
+
+
 class TurnedBySinesTooLarge(TurnedByWhatIsHandedOver):
     """Wrong: a factor that is none of the queries, nor of the keys."""
 
@@ -494,6 +501,7 @@ def with_turns(kind: type[TurnedByWhatIsHandedOver]) -> Report:
     ("kind", "mistake", "line"),
     [
         (RolledOnceMerged, "changed_by_roll", ".roll(1, 1)"),
+        (SwappedOnceTurned, "key_value_swapped", "made(hidden_states)"),
         (TurnedBySinesTooLarge, "query_changed_by_mul", "sin * 1.3"),
         (MergedWithoutTransposing, "heads_merged_without_transpose", "heads.reshape("),
         (BiasedByWhatIsHandedOver, "heads_merged_without_transpose", "merged.reshape("),

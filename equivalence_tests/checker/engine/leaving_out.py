@@ -1,4 +1,4 @@
-"""Run somebody's code without one of its expressions.
+"""Run somebody's code without one of its expressions, or with two of its queries, keys and values exchanged.
 
 What an expression was made of, or a sum of such, takes its place.
 """
@@ -7,9 +7,9 @@ import ast
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from equivalence_tests.checker.engine.codes import sources_in
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.graph import Graph
+from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
+from equivalence_tests.checker.reach.arguments import ROLES
 from equivalence_tests.checker.reach.tracing import flattened, tensors_in
 from equivalence_tests.checker.reporting.lines import is_users
 
@@ -81,6 +85,7 @@ class Repair:
     parts: tuple[Operation, ...] = ()  # those operations, and the last
     own: tuple[str, ...] = ()  # the names of parameters, buffers and arguments that nothing else takes
     mistake: str = ""  # what it is a mistake not to leave out; "" for an expression that torch's formula does not have
+    certain: bool = False  # whether names say that it is a mistake, so that nothing can be said for it
 
     @property
     def written(self) -> tuple[str, str]:
@@ -303,3 +308,77 @@ def operand_in(expression: str, position: int) -> str:
 def _line(operation: Operation) -> tuple[str, int]:
     """The user's line that runs an operation; its own number where none does."""
     return operation.frames[0][:2] if operation.frames else ("", operation.index)
+
+
+# ---------------------------------------------------------------------------------------------- in one another's place
+@dataclass(frozen=True)
+class Exchange(Repair):
+    """Two operands that are swapped, each in the place of the other."""
+
+    # What operations take instead: the number of the one that gave it, by theirs and that of the tensor among theirs.
+    taking: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function with the exchange."""
+        with _Exchanging(self.taking):
+            return function(*args, **kwargs)
+
+
+class _Exchanging(Recorder):
+    """Hands to some operations what others gave."""
+
+    def __init__(self, taking: Mapping[tuple[int, int], int]) -> None:
+        super().__init__(())
+        self.taking = taking
+
+    def record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flat, spec = flattened(args, kwargs)
+        for number, at in enumerate([at for at, x in enumerate(flat) if isinstance(x, Tensor)]):
+            other = self.taking.get((len(self.operations), number))
+            flat[at] = flat[at] if other is None else self.operations[other].outputs[0].tensor
+        args, kwargs = tree_unflatten(flat, spec)
+        return super().record(func, name, args, kwargs)
+
+
+def exchanges(found: Examination) -> Iterator[Exchange]:
+    """Exchange the operands that are swapped as soon as both are there, or as late as possible."""
+    for departure in (one for one in found.departures[0] if one.mistake.roles and one.operation is not None):
+        ways = [list(_given_as(role, found)) for role in ROLES if role in departure.name]
+        pairs = [pair for pair in itertools.product(*ways) if len(pair) == 2 and _may_be_exchanged(found, *pair)]
+        for pair in dict.fromkeys([*pairs[:1], *pairs[-1:]]):
+            yield _exchange(found, departure, *pair)
+
+
+def _given_as(role: str, found: Examination) -> Iterator[Operation]:
+    """What gives an operand, from what it is made of to the product that takes it."""
+    codes, until = found.judgements[0].attention.parts[0].sides[role]
+    made = found.run.names.made_of(sources_in(codes))
+    numbers = {source.operation.index for source in made if source.operation is not None}
+    carried = found.run.names.carrying([source.number for source in made], before=until.index)
+    numbers |= {operation.index for operation, _, _ in carried}
+    yield from (found.run.operations[number] for number in sorted(numbers))
+
+
+def _may_be_exchanged(found: Examination, one: Operation, other: Operation) -> bool:
+    """Whether both give one tensor of one shape, and both are there before either is taken."""
+    shapes = [[x.value.shape for x in made.outputs] for made in (one, other)]
+    takers = [user.index for made in (one, other) for user in _takers(found, made)]
+    later = bool(takers) and min(takers) > max(one.index, other.index)
+    return one is not other and len(shapes[0]) == 1 and shapes[0] == shapes[1] and later
+
+
+def _takers(found: Examination, made: Operation) -> list[Operation]:
+    return [user for user in found.run.graph.users(made.outputs[0]) if user.index > made.index]
+
+
+def _exchange(found: Examination, departure: Departure, one: Operation, other: Operation) -> Exchange:
+    assert departure.operation is not None  # only such are exchanged
+    taking = {
+        (user.index, number): instead.index
+        for made, instead in ((one, other), (other, one))
+        for user in _takers(found, made)
+        for number, slot in enumerate(user.inputs)
+        if slot.key == made.outputs[0].key
+    }
+    slot = other.outputs[0]
+    return Exchange((), departure.operation, slot, mistake=departure.name, certain=True, taking=taking)

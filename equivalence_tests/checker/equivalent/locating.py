@@ -8,7 +8,7 @@ from functools import partial
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.leaving_out import Repair
+from equivalence_tests.checker.engine.leaving_out import Repair, exchanges
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
@@ -71,7 +71,12 @@ def locate(report: Report, situation: Situation) -> None:
         held = Held(other)
         return _Rests(report, asked, before, values, held.written).of(_departing(other), held.holding)
 
-    Search(lambda seed: situation.call.redrawn(seed or None), layout.tokens).locate(report, rest, asked)
+    search = Search(
+        lambda seed: situation.call.redrawn(seed or None),
+        layout.tokens,
+        first=[*exchanges(situation.found)] if situation.judgement is not None else (),
+    )
+    search.locate(report, rest, asked)
 
 
 def locate_in_call(report: Report, call: Call, intended: Mapping[str, str]) -> None:
@@ -92,7 +97,7 @@ def locate_in_call(report: Report, call: Call, intended: Mapping[str, str]) -> N
                 return rests.of(_departing_in(other), partial(holding_of, other, layout))
 
         rests = _Rests(report, intended, before, lambda seed: layout.values(drawn(seed)), unwritten)
-        Search(drawn, layout.tokens).locate(report, rest, intended)
+        Search(drawn, layout.tokens, first=[*exchanges(found)] if before else ()).locate(report, rest, intended)
 
 
 def _alone(call: Call) -> tuple[Examination, Layout]:

@@ -212,6 +212,7 @@ class Search:
     words: tuple[str, str] = ("torch's attention", "torch's")  # what it is no part of, and what the code is without it
     within: bool = False  # whether attentions are parts of it: any expression may then stand behind one
     fixed: Collection[int] = ()  # the ids of the modules whose expressions stay
+    first: Sequence[Repair] = ()  # what else may put it right, and is tried first
 
     @cached_property
     def module(self) -> nn.Module | None:
@@ -231,7 +232,7 @@ class Search:
             if found is not None and proof is not None:
                 doubt = intended.get(name_of(repair), "") or self._doubt(report, watched, repair, found)
                 known += [(repair, found, proof, doubt)] if doubt or not known else []
-                if doubt:  # of two ways to make it torch's, one may be intended
+                if doubt or repair.certain:  # of two ways to make it torch's, one may be intended
                     break
         if known:
             self._say(report, *known[-1])
@@ -239,6 +240,8 @@ class Search:
 
     def _doubt(self, report: Report, watched: Without, repair: Repair, rest: Rest) -> str:
         """Say why an expression may be intended; "" where nothing says so."""
+        if repair.certain:
+            return ""
         doubt = rest.doubt or Doubt(watched, repair, Parameters.of(self.module).module, self.within).said()
         of_a_part = any(one.name in OF_A_PART for one in report.suspected) and doubt == FACTOR
         return "" if of_a_part else doubt
@@ -256,7 +259,7 @@ class Search:
         if before is None or len(watched.operations) > MOST_OPERATIONS:
             return
         ours = (x for x in watched.repairs(returned) if id(watched.holders[x.operation.index]) not in self.fixed)
-        for one in sorted(ours, key=lambda x: len(x.parts)) if self.within else ours:
+        for one in itertools.chain(self.first, sorted(ours, key=lambda x: len(x.parts)) if self.within else ours):
             follows = not known or one.keeps_operand_of(known[0][0].operation)
             if follows and ABOVE_ROUNDING < _apart(before, self._gives(call, one)) < math.inf:
                 yield one, watched
