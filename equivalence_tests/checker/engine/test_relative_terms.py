@@ -1,5 +1,6 @@
 """Scores that get what another query says to relative positions: named, on the line, with a proof."""
 
+import functools
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.equivalent import subjects
 
 NAME = "positions_of_another_query"
+report_on = functools.cache(verify)  # several tests ask for the same reports
 
 
 class Skewed(nn.Module):
@@ -245,7 +247,7 @@ class HandedOver(OfAllDistances):
     ],
 )
 def test_what_another_query_says_is_named_on_its_line_with_a_proof(wrong: type, line: str, said: str) -> None:
-    report = verify(wrong)
+    report = report_on(wrong)
     assert (report.verdict, report.mistakes) == ("deviates", (NAME,)), str(report)
     (finding,) = report.findings
     assert finding.proof is not None
@@ -271,28 +273,28 @@ def test_it_is_put_right_in_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [TwiceWrong, Across])
 def test_a_wrong_scale_is_proven_beside_it(wrong: type) -> None:
-    report = verify(wrong)
+    report = report_on(wrong)
     assert [finding.name for finding in report.findings] == ["scale_wrong", NAME], str(report)
     assert all(finding.proof is not None and finding.proof.holds for finding in report.findings)
 
 
 @pytest.mark.parametrize("right", [Skewed, OfAllDistances, OfPairs, OfKeys, OfSharedQueries, Sinusoids, HandedOver])
 def test_what_its_own_query_or_a_key_says_is_not_accused(right: type) -> None:
-    report = verify(right)
+    report = report_on(right)
     suspected = {finding.name for finding in (*report.findings, *report.suspected)}
     assert NAME not in suspected, str(report)
 
 
 @pytest.mark.parametrize("right", [Skewed, PaddedWithInfinity, OfAllDistances])
 def test_tables_that_are_skewed_rightly_are_equal(right: type) -> None:
-    assert verify(right).verdict == "equal"
+    assert report_on(right).verdict == "equal"
 
 
 @pytest.mark.parametrize("wrong", [MetByTheKeysPlace, OfAllPairsAtOnce])
 def test_vectors_of_pairs_are_not_skewed(wrong: type) -> None:
-    assert verify(wrong).findings[0].fix.startswith("Multiply each query by its own vectors")
+    assert report_on(wrong).findings[0].fix.startswith("Multiply each query by its own vectors")
 
 
 def test_a_mask_that_does_not_help_is_said_not_to() -> None:
-    assert "Hiding later keys is not enough" in verify(SinusoidsFromTheStart).findings[0].fix
-    assert verify(SinusoidsBesidePadding).findings[0].fix.endswith("or hide later keys.")
+    assert "Hiding later keys is not enough" in report_on(SinusoidsFromTheStart).findings[0].fix
+    assert report_on(SinusoidsBesidePadding).findings[0].fix.endswith("or hide later keys.")
