@@ -186,6 +186,10 @@ class OfSharedQueries(OfPairs):
 class Sinusoids(Skewed):
     """Right beside a causal mask that is handed over: Transformer-XL's sinusoids up to the farthest key."""
 
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.table = nn.Parameter(torch.randn(dim, dim // num_heads))
+
     def of_positions(self, query: Tensor) -> Tensor:
         steps = 10_000 ** (-torch.arange(0, len(self.table), 2, dtype=query.dtype) / len(self.table))
         angles = self.places(query.size(-2)).to(query)[:, None] * steps

@@ -116,11 +116,15 @@ def code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
 def unread_arguments(function: Callable[..., Any]) -> set[str]:
     """The arguments that no line of a function reads."""
     names, code = code_of(function)
-    if code is None:
-        return set()
+    return set() if code is None else set(names) - _read_in(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_in(code: CodeType) -> frozenset[str]:
+    """The variables that code reads, or that functions inside it may read."""
     loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
     read = {name for value in loads for name in (value if isinstance(value, tuple) else (value,))}
-    return set(names) - read.union(code.co_cellvars)
+    return frozenset(read.union(code.co_cellvars))
 
 
 def called_arguments(function: Callable[..., Any]) -> set[str]:
