@@ -1,6 +1,7 @@
 """A right attention as text that stands alone, how to build it, and what to call it with."""
 
 import ast
+import functools
 import importlib.util
 import itertools
 import sys
@@ -228,8 +229,8 @@ def text_of(source: str, name: str) -> str:
     >>> text_of("import math\nimport torch\nN = 3\nclass A: pass\nclass B(A): n = math.sqrt(N)\nclass C: pass\n", "B")
     'import math\nN = 3\n\n\nclass A: pass\n\n\nclass B(A): n = math.sqrt(N)\n'
     """
-    tree = ast.parse(source)
-    definitions = {one: node for node in tree.body for one in _defined(node)}
+    statements = _statements_of(source)
+    definitions = {one: node for node in statements for one in _defined(node)}
     needed, waiting = set[str](), [name]
     while waiting:
         found = waiting.pop()
@@ -237,11 +238,16 @@ def text_of(source: str, name: str) -> str:
             needed.add(found)
             waiting += [node.id for node in ast.walk(definitions[found]) if isinstance(node, ast.Name)]
     parts = []
-    for node in tree.body:
+    for node in statements:
         kept = [one for one in _defined(node) if one in needed]
         if kept:
             parts.append(_written(source, node, kept))
     return "".join(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _statements_of(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
 
 
 def complete(text: str) -> str:
@@ -260,8 +266,9 @@ def _defined(node: ast.stmt) -> list[str]:
 
 def _written(source: str, node: ast.stmt, kept: list[str]) -> str:
     if isinstance(node, ast.Import | ast.ImportFrom):
-        node.names = [alias for alias in node.names if (alias.asname or alias.name).partition(".")[0] in kept]
-        return ast.unparse(node) + "\n"
+        names = [alias for alias in node.names if (alias.asname or alias.name).partition(".")[0] in kept]
+        found = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+        return ast.unparse(found) + "\n"
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(one.lineno for one in decorators)])
     lines = source.splitlines()[first - 1 : node.end_lineno]
