@@ -3,37 +3,29 @@
 import ast
 import difflib
 import linecache
-import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType, TracebackType
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from equivalence_tests.checker.reach.absent import ABSENCES, NotInstalled
-from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter, value_for
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.devices import begin_anew_on_cpu
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.misfits import Fault, Place, function_of, misfit
 from equivalence_tests.checker.reach.syntax import assigned_in, function_at, nodes_in, spans
-from equivalence_tests.checker.reach.tried import TRIED
-from equivalence_tests.checker.reporting.lines import TORCH, CodeLine, code_lines, frames_of, is_users, source_of
-
-Place = tuple[str, int]  # a file and a line
+from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_of, is_users, source_of
 
 # What Python says where a local variable is read too early.
 UNBOUND = re.compile(r"local variable '(\w+)'")
-# What Python says where a call does not fit a signature, and what torch says of a number in the place of a tensor.
-MISFIT = re.compile(r"\S\(\) (missing \d|takes (from )?\d|got (an unexpected keyword|multiple values))")
-NO_TENSOR = re.compile(r"argument '\w+' \(position \d+\) must be Tensor, not (int|float)")
-OF_A_SHAPE = re.compile(r"\w+\.(size\([^()]*\)|shape\[[^][]*\])|len\(\w+\)")
 # What may give something a name that the text does not show.
 DYNAMIC = re.compile(
     r"__dict__|__getattr|__setattr__|\b((set|del)attr|vars|locals|globals|exec)\(|"
@@ -51,14 +43,6 @@ BRACKETS = re.compile(r"unmatched|was never closed|does not match opening|unterm
 SIGNS = re.compile(r"invalid (non-printable )?character")
 IN_STRING = re.compile(r"\bf-?string|\b[rR]?[ft][\"']")
 ALIKE, NEARLY = 0.75, 0.85  # of the letters of two names
-
-
-class Fault(NamedTuple):
-    """Why no other call would do, what to change, and where, if not in the line that raises."""
-
-    why: str
-    fix: str
-    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +98,11 @@ class Crashes:
         """List those that calls and constructors raised."""
         return [crash for crash in self.found if not crash.importing]
 
+    def met_in(self, errors: Iterable[str]) -> bool:
+        """Whether one of these calls ended at a line that raises whatever it is given; others hardly avoid it."""
+        crashes = tuple(one.said for one in self.in_calls)
+        return bool(crashes) and any(text.startswith(crashes) for text in errors)
+
 
 CRASHES = Crashes()
 
@@ -163,7 +152,7 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
     match error:
         case UnboundLocalError():
             local = UNBOUND.search(str(error))
-            function = _function_of(last)
+            function = function_of(last)
             if local and function and not _gives_before(local[1], last, ast.walk(function)):
                 return Fault(f"{local[1]} is set only below this line", "Set it before it is read.")
         case KeyError() if (held := ALREADY_HELD.search(str(error))) and _sets_before(held[1], last):
@@ -176,9 +165,9 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
         case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
             return _not_in_file(other, wanted[1])
         case AttributeError():
-            return _lacking(error, name, last)
+            return _lacking(error, name, last) or misfit(str(error), last)
         case TypeError():
-            return _misfit(str(error), last)
+            return misfit(str(error), last)
         case NotImplementedError() if outside := _forward_outside(error):
             why = "its class has none: this one is outside it"
             return Fault(why, "Indent it as the class's methods are.", outside)
@@ -236,7 +225,7 @@ def _forward_outside(error: BaseException) -> Place | None:
 
 def _is_tested_mask(last: TracebackType) -> bool:
     """Whether an if asks for an argument that is named as a mask, and computes with it where it holds."""
-    nodes = ast.walk(_function_of(last) or ast.Module([], []))
+    nodes = ast.walk(function_of(last) or ast.Module([], []))
     tested = [x for x in nodes if isinstance(x, ast.If) and x.lineno == last.tb_lineno and isinstance(x.test, ast.Name)]
     if not tested or role_of_parameter(name := getattr(tested[0].test, "id", "")) != "mask":
         return False
@@ -246,65 +235,9 @@ def _is_tested_mask(last: TracebackType) -> bool:
     return any(getattr(x, "id", "") == name for node in inside for x in ast.iter_child_nodes(node))
 
 
-def _misfit(text: str, last: TracebackType) -> Fault | None:
-    """Say that a call is written out and does not fit, or gives a size where torch takes a tensor."""
-    if MISFIT.search(text) and TRIED.handed_numbers_alone and _writes_out_a_call(last):
-        return Fault("what is passed is written out in this line", "Pass what is taken there.")
-    name = _root_of_a_size(last) if NO_TENSOR.search(text) else ""
-    return Fault("a size is a number in every call", f"Use math.{name}.") if name else None
-
-
-def _failing_call(last: TracebackType) -> ast.Call | None:
-    """The call that raised."""
-    code = last.tb_frame.f_code
-    position = list(code.co_positions())[last.tb_lasti // 2]
-    calls = (x for x in nodes_in(code.co_filename) if isinstance(x, ast.Call))
-    return next((x for x in calls if (x.lineno, x.end_lineno, x.col_offset, x.end_col_offset) == position), None)
-
-
-def _writes_out_a_call(last: TracebackType) -> bool:
-    """Whether a function of the user's or of torch that no caller chooses was called with arguments all written out."""
-    call = _failing_call(last)
-    if call is None or any(isinstance(x, ast.Starred) for x in call.args) or not all(x.arg for x in call.keywords):
-        return False
-    code, names = last.tb_frame.f_code, {x.id for x in ast.walk(call.func) if isinstance(x, ast.Name)}
-    called = _named(call.func, {**last.tb_frame.f_globals, **last.tb_frame.f_locals})
-    made = getattr(called, "__init__", None) if isinstance(called, type) else getattr(called, "forward", called)
-    file = str(getattr(getattr(made, "__code__", None), "co_filename", ""))
-    chosen = names & {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {"self"}
-    return is_users(file) or (file.startswith(TORCH) and not chosen) if file else False
-
-
-def _named(node: ast.expr, names: Mapping[str, object]) -> object:
-    """What a name or an attribute stands for; None where it is neither."""
-    match node:
-        case ast.Name(id=name):
-            return names.get(name)
-        case ast.Attribute(value=value, attr=name):
-            return getattr(_named(value, names), name, None)
-    return None
-
-
-def _root_of_a_size(last: TracebackType) -> str:
-    """Name the function of torch's that was given a size, of a tensor or by its name, where math has the same."""
-    call = _failing_call(last)
-    if (
-        call is None
-        or len(call.args) != 1
-        or not isinstance(call.func, ast.Attribute)
-        or not hasattr(math, call.func.attr)
-    ):
-        return ""
-    given, names = OF_A_SHAPE.sub("1", ast.unparse(call.args[0])), {**last.tb_frame.f_globals, **last.tb_frame.f_locals}
-    nodes = [x for x in ast.walk(ast.parse(given)) if isinstance(x, ast.Name | ast.Attribute)]
-    values = {getattr(x, "attr", getattr(x, "id", "")): _named(x, names) for x in nodes}
-    sizes = (type(value) is int and value_for(name, Sizes())[0] for name, value in values.items() if name != "self")
-    return call.func.attr if all(sizes) else ""
-
-
 def _sets_before(name: str, last: TracebackType) -> bool:
     """Whether a line that runs whenever this one does has set an attribute of self."""
-    around = [x for x in ast.walk(_function_of(last) or ast.Module([], [])) if hasattr(x, "body")]
+    around = [x for x in ast.walk(function_of(last) or ast.Module([], [])) if hasattr(x, "body")]
     blocks = (x.body for x in around if isinstance(x.body, list) and any(spans(y, last.tb_lineno) for y in x.body))
     above = [x for block in blocks for x in block if (x.end_lineno or 0) < last.tb_lineno]
     targets = (own for x in above for own, _ in assigned_in(x))
@@ -364,7 +297,7 @@ def _gives_before(
     name: str, last: TracebackType, nodes: Iterable[ast.AST], but: Collection[ast.AST] = frozenset()
 ) -> bool:
     """Whether a line gives something this name, but for some nodes, and need not run after another of its function."""
-    function, line = _function_of(last), last.tb_lineno
+    function, line = function_of(last), last.tb_lineno
     below: set[ast.AST] = set()
     if function is not None:
         around = [x for x in ast.walk(function) if isinstance(x, ast.stmt) and spans(x, line)]
@@ -386,8 +319,3 @@ def _gives(node: ast.AST, name: str) -> bool:
         case ast.alias(name=imported, asname=given):
             return name == (given or imported.partition(".")[0]) or (imported == "*" and bool(ABSENCES.names))
     return False
-
-
-def _function_of(last: TracebackType) -> ast.FunctionDef | None:
-    code = last.tb_frame.f_code
-    return function_at(code.co_filename, code.co_name, last.tb_lineno)

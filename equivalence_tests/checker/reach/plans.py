@@ -42,6 +42,7 @@ from equivalence_tests.checker.reach.calling import (
     Trial,
     held_roles,
 )
+from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import (
     JOINED,
@@ -76,6 +77,7 @@ OF_WIDTHS = re.compile(r"shape '\[|cannot be multiplied|expected input|channels|
 NUMBER_SAID, MOST_NAMED = re.compile(r"(?<![\w:./])\d+\b"), 1  # not that of a line
 SIZES_SAID = re.compile(r"(?<![\w:./])\d[\dx]*")
 MOST_FAILED = 3_000  # calls that fail: what can be called mostly runs among the first few
+MOST_AT_A_CRASH = 60  # where some reached a line that raises whatever it is given
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 PACKED = "qkv"  # holds queries, keys and values side by side
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
@@ -121,7 +123,7 @@ def trials_of(
                 continue
             if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
                 continue  # without samples there is no vector of each
-            if len(errors) > MOST_FAILED:
+            if len(errors) > (MOST_AT_A_CRASH if CRASHES.met_in(errors) else MOST_FAILED):
                 return
             wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
             step, _, others = layout.rpartition(", ")

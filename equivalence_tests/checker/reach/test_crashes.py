@@ -3,13 +3,17 @@
 import sys
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from equivalence_tests import verify
 from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.crashes import CRASHES, Crash
 from equivalence_tests.checker.reach.loading import load
+from equivalence_tests.checker.reach.plans import MOST_AT_A_CRASH, Errors, trials_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import TRIED
 
@@ -30,7 +34,6 @@ def noted(tmp_path: Path, text: str) -> list[Crash]:
     ABSENCES.forget()
     made = load(f"{tmp_path / 'mine.py'}:Mine")
     TRIED.begin(made)
-    torch = sys.modules["torch"]
     assert attempt(lambda: made()(torch.ones(2, 3, 4)), []) is None  # it raises
     return CRASHES.found
 
@@ -279,3 +282,57 @@ def test_a_name_that_only_another_function_gives_is_not_defined(tmp_path: Path) 
     report = verify(f"{tmp_path / 'theirs.py'}:Attention")
     assert report.mistakes == ("line_raises",), str(report)
     assert "no line of theirs.py that this line sees defines or imports T" in " ".join(str(report).split())
+
+
+CONFIGURED = """
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.packed = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.norm = nn.Identity()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, query):
+        q, k, v = self.packed(query).chunk(3, -1)
+        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        return self.drop(weights) @ v, weights
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head = Head(config)
+
+    def forward(self, x):
+        found = self.head(x)
+        return found[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("drop(weights)", "drop(weights, training=True)", "return self.drop(weights, training=True) @ v, weights"),
+        ("return found[0]", "return x + found", "return x + found"),
+        ("return found[0]", "return x + self.head(x)", "return x + self.head(x)"),
+        ("return found[0]", "return found.relu()", "return found.relu()"),
+        ("return found[0]", "found, _ = found\n        return found.reshape('no tuple')", ""),
+        ("self.head = Head(config)", "self.head = config.kind(config)", ""),
+    ],
+)
+def test_what_a_part_takes_and_returns_is_the_same_for_every_config(
+    tmp_path: Path, old: str, new: str, line: str
+) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + CONFIGURED.replace(old, new))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert [one.line.text for one in report.findings if one.name == "line_raises" and one.line] == [line] * bool(line)
+
+
+def test_the_search_for_a_call_ends_where_each_raises_at_such_a_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + CONFIGURED.replace("drop(weights)", "drop(weights, training=True)"))
+    made = load(f"{tmp_path / 'mine.py'}:Attention")(SimpleNamespace(hidden_size=12))
+    TRIED.begin(type(made))
+    CRASHES.forget()
+    errors = Errors()
+    assert list(trials_of(made, Sizes(num_heads=1, head_dim=12), torch.float32, errors)) == []
+    assert len(errors) < 2 * MOST_AT_A_CRASH
