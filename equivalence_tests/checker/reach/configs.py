@@ -23,6 +23,8 @@ ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype
 
 OF_SCORES = re.compile(r"scal|multipl|temper|.factor|factor.|alpha|beta|cap|coef")  # no sizes
 
+COUNTS = re.compile(r"num(ber)?_|_num$|count|iter|times")  # what is no section
+
 SECTION = re.compile(
     r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
 )
@@ -70,11 +72,11 @@ class ImitatedConfig:
             return None
         if absent:
             raise AttributeError(name)
+        if not known and self._nested and not COUNTS.search(name.lower()):
+            return self
         if not known and self._number is not None and not OF_SCORES.search(name.lower()):
             self.made_up[name] = self._number
             return self._number
-        if not known and self._nested:
-            return self
         if not known:
             raise AttributeError(f"nothing is known about the config's {name!r}")
         return value

@@ -65,6 +65,7 @@ LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 MOST_GUESSES, MOST_CONFIGS = 60, 3
+FEW = 3  # how often something is repeated of which nothing says how often
 
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
@@ -302,7 +303,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     if isinstance(asked, enum.EnumMeta) or typing.get_origin(asked) is typing.Literal:
         return [*asked] if isinstance(asked, enum.EnumMeta) else [*typing.get_args(asked)]
-    parts = [] if plain else _parts_beside(target, name)[:2]
+    parts = [] if plain else _parts_beside(target, parameter.name)[:2]
     # What rotates is mostly called on one head.
     inner = [replace(sizes, num_heads=1), sizes] if re.search(ROTATES, name) else [sizes]
     made = [built(found, one) for found in parts for one in inner]
@@ -330,7 +331,7 @@ def _configs(target: Any, parameter: inspect.Parameter, sizes: Sizes) -> Iterato
     yield from (one.copy() if isinstance(one, dict) else _first_that_builds(one, [{}], []) for one in beside)
     switches = {name for name, use in used_as(target).items() if use == "decides"}
     yield ImitatedConfig(sizes, _may_be_none(target) | switches, number=MAX_LEN)
-    yield ImitatedConfig(sizes, _may_be_none(target), nested=True)
+    yield ImitatedConfig(sizes, _may_be_none(target), nested=True, number=FEW)
 
 
 def _resized(config: Any, sizes: Sizes) -> Any:
@@ -370,9 +371,12 @@ def part_for(target: Any, argument: str, sizes: Sizes, dtype: torch.dtype) -> An
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     """List the classes of the same file, else of what it imports, else of a file beside it, that an argument may want.
 
+    They are called as such parts are, or, where the argument is one that the class runs, as the argument itself.
     Those that are named most like the target come first, of others those that say that they have torch's formula.
     """
     pattern, name = first_match(argument, PARTS, ""), getattr(target, "__name__", "")
+    if not pattern and used_as(target).get(argument) == "runs":
+        pattern = f"^{argument.lower().replace('_', '')}$"
     if not pattern:
         return []
 

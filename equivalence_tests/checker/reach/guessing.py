@@ -77,7 +77,8 @@ def guesses(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any
     runs = used_as(target).get(parameter.name) == "runs"
     if name.endswith("scale") and asked is not bool and used_as(target).get(parameter.name) != "decides":
         return [sizes.head_dim**-0.5]  # tried otherwise where the scores are divided by it
-    if typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int):  # of an image, or of a part of it
+    pairs = used_as(target).get(parameter.name) == "pairs"
+    if pairs or (typing.get_origin(asked) is tuple and typing.get_args(asked) == (int, int)):  # of an image, or a part
         return [(2, 4) if "window" in name else (value, value) if value in SIDES else GRID]
     compared = compared_by(target).get(parameter.name, [])
     if words := [*dict.fromkeys(x for x in compared if isinstance(x, str))]:

@@ -225,7 +225,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
 
     That is, for each name, "drops", if it is a rate of dropout, "divides NAME", if that is divided by it, "repeats",
     "counts", if it says which of several layers it is, "accepts VALUES", if an assertion lists these, "runs", if it is
-    called as a sub-module is, or "decides", if all that is asked is whether it is true.
+    called as a sub-module is, "pairs", if two numbers are taken out of it, or "decides", if all that is asked is
+    whether it is true.
     """
     names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
     used: dict[str, str] = dict.fromkeys(_only_tested(nodes_of(target)), "decides")
@@ -235,6 +236,8 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
             case ast.BinOp(whole, ast.FloorDiv() | ast.Mod(), ast.Name(id=name) | ast.Attribute(attr=name)):
                 of = getattr(whole, "id", getattr(whole, "attr", ""))
                 used[name.lstrip("_")] = f"divides {of.lstrip('_')}"
+            case ast.Assign(targets=[ast.Tuple(elts=[_, _])], value=ast.Name(id=name)):
+                used[name] = "pairs"
             case ast.Call(func=ast.Name(id="range"), args=[*_, ast.Name(id=name)]):
                 used.setdefault(name, "repeats")
             case ast.Assert(test=ast.Compare(ast.Name(id=name), [ast.In()], [ast.Tuple() | ast.List() as allowed])):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, value_for
-from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.construction import argument_lists, build
+from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, MAX_LEN, Sizes, value_for
+from equivalence_tests.checker.reach.configs import ImitatedConfig, made_up_for
+from equivalence_tests.checker.reach.construction import FEW, argument_lists, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.plans import trials_of
@@ -404,6 +404,54 @@ class OfPatches(Numbered):
 
 def test_what_an_assertion_lists_is_accepted() -> None:
     assert next(build(OfPatches))[0].part.side == 8
+
+
+class Correlation(nn.Module):
+    """Is no attention by its name."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
+class TakesPairs(nn.Module):
+    """Takes the two sides of an image, and runs a part that it asks for."""
+
+    def __init__(self, correlation: Any, dim: int, image_size: Any) -> None:
+        super().__init__()
+        height, width = image_size
+        self.correlation, self.positions = correlation, nn.Parameter(torch.zeros(1, height * width, dim))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.positions
+        return self.correlation(q=x, k=x, v=x)
+
+
+def test_a_pair_and_a_part_that_is_named_like_its_class_are_handed_over() -> None:
+    made, sizes = next(build(TakesPairs))
+    assert made.positions.shape == (1, IMAGE_SIDE**2, sizes.embed_dim)
+    assert isinstance(made.correlation, Correlation)
+
+
+class RepeatsItsQueries(nn.Module):
+    """A section of its config says how many queries there are, and how often it looks."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        slots = args["slots"]
+        self.number, self.iterations = slots["number_of_slots"], range(slots["iterations"])
+        self.query = nn.Parameter(torch.zeros(1, 1, slots["input_dim"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query.repeat(len(x), self.number, 1)
+        for _ in self.iterations:
+            query = query + functional.scaled_dot_product_attention(query, x, x)
+        return query
+
+
+def test_a_section_holds_numbers_of_which_nothing_says_what_they_are() -> None:
+    made, sizes = next(build(RepeatsItsQueries))
+    assert made(torch.zeros(2, 5, sizes.embed_dim)).shape == (2, FEW, sizes.embed_dim)
+    assert [one.what for one in made_up_for(made)] == ["the config's number_of_slots", "the config's iterations"]
 
 
 def test_what_divides_a_width_or_a_number_of_heads_fits_it() -> None:
