@@ -247,8 +247,15 @@ def _unused(walk: Walk, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
         while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
             owner = owner.rpartition(".")[0]
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
-        if small and not list(child.children()) and owner not in idle:  # else a whole branch is left out
+        alone = not list(child.children()) and owner not in idle  # else a whole branch is left out
+        if small and alone and not _returned_by(module.get_submodule(owner), path):
             yield "all parts take part", "part_never_used", path
+
+
+def _returned_by(owner: nn.Module, path: str) -> bool:
+    """Whether a method returns a part, so that a caller uses it: an embedding, where vectors are handed over."""
+    returned = (node.value for node in nodes_of(type(owner)) if isinstance(node, ast.Return) and node.value)
+    return any(ast.unparse(value) == f"self.{path.rpartition('.')[2]}" for value in returned)
 
 
 def _replaced(ran: Run, attending: Sequence[str], idle: Collection[str]) -> Iterator[str]:

@@ -84,7 +84,8 @@ class Sums:
         width = value.places.size(-1) if value.places.dim() else 0
         for made, count in ((self.labels.made[label], count) for label, count in value.terms if count != 1):
             looked_up = made.kind == "embedding" and made.inputs[0].places.dim() < value.places.dim()
-            usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
+            handed_over = made.kind == "given" and "emb" in made.words
+            usual = (looked_up or handed_over) and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
             said = "the square root of the width, as embeddings are scaled" if usual else ""
             taken = made.inputs[0].places if made.kind == "linear" else value.places
             if made.kind == "linear" and math.isclose(count, taken.size(-1) ** -0.5, rel_tol=1e-6):

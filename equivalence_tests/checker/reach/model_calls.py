@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inputs, Trial
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.plans import POSITION, trials_of
+from equivalence_tests.checker.reach.plans import POSITION, POSITIONS, trials_of
 from equivalence_tests.checker.reach.proposing import (
     compared_by,
     exact_lengths,
@@ -44,6 +44,7 @@ BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
+GIVEN = ("mask", "segments", "positions", "source", "target")  # the roles of what is not of each sample
 Given = Mapping[str, Tensor]
 Drawn = tuple[str, list[Tensor], int]  # what it is, the tensors and the width of the patches of an image
 
@@ -127,6 +128,8 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
     drawn = cache(lambda count: [*_drawn(module, count)])
     ways = [required] if (left_out := _aims_of_a_loss(module, required)) == {} else [required | left_out, required]
     several = [{**required, **_beside(module, required)}]
+    named = {p.name: role for p in parameters if p.default is None and (role := _role(p))}
+    several += [required | named] if named else []  # a part may need what may be left out here
     for roles in itertools.chain(ways, several, ({**required, aim: ""} for aim in aims), other, conditioned):
         runs = _runs_of(module, roles, drawn, errors)
         first = next(runs, None)
@@ -201,16 +204,18 @@ def _runs_of(
             given = (), arguments(source, source if target is None else target)
             TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
-                beside = not {*given_roles.values()} <= {"mask", "segments", "source", "target", *CONSTANTS}
+                beside = not {*given_roles.values()} <= {*GIVEN, *CONSTANTS}
                 yield ModelRun(run, source, target, masks, kind, length_first, patch, beside), form is not None
 
 
 def _role(parameter: Parameter) -> str:
-    """Give the role of an argument: "mask", "segments", "=0" for a first position, or "" for a sequence."""
+    """Give the role of an argument: "mask", "segments", "positions", "=0" for the first, or "" for a sequence."""
     if POSITION.search(parameter.name.lower()):
         return "=0"
     if SEGMENTS.search(parameter.name):
         return "segments"
+    if POSITIONS.search(parameter.name.lower()):
+        return "positions"
     masks = role_of_parameter(parameter.name) == "mask" and not isinstance(parameter.default, bool | int | float | str)
     return "mask" if masks else ""
 
@@ -241,8 +246,10 @@ def _arguments(
         elif role == "ids" or role.startswith("features"):
             beside = _beside_tokens(role, *(last if TARGET.search(name.lower()) else source).shape[:2])
             arguments[name] = beside.transpose(0, 1) if length_first else beside
-        elif role == "segments":
-            arguments[name] = torch.zeros_like(source.transpose(0, 1) if length_first else source)
+        elif role in ("segments", "positions"):
+            first = torch.zeros(source.shape[:2], dtype=torch.long)
+            numbers = first if role == "segments" else first + torch.arange(source.size(1))
+            arguments[name] = numbers.transpose(0, 1) if length_first else numbers
         elif role == "mask" or role in tensors:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x

@@ -69,7 +69,8 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
 def _needed(function: Any) -> frozenset[str]:
     """Name what a function computes with, and neither sets nor asks for whether it is there."""
     used, asked = set[str](), set[str]()
-    for node in parsed(source_of(function)) if inspect.isfunction(function) else ():
+    nodes = parsed(source_of(function)) if inspect.isfunction(function) else []
+    for node in nodes:
         if isinstance(node, ast.BinOp | ast.UnaryOp | ast.AugAssign | ast.Attribute | ast.Subscript):
             computed = [getattr(node, "value", node)] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node)
             used |= {x.id for x in computed if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
@@ -77,6 +78,8 @@ def _needed(function: Any) -> frozenset[str]:
             asked |= {x.id for x in ast.walk(getattr(node, "test", node)) if isinstance(x, ast.Name)}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             asked.add(node.id)
+    for one, other in ((own, x) for node in nodes for own, x in assigned_in(node)):
+        used |= {ast.unparse(other)} if isinstance(other, ast.Name) and ast.unparse(one) in used else set()
     return frozenset(used - asked)
 
 

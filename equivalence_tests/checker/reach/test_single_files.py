@@ -306,6 +306,28 @@ class Model(nn.Module):
         return self.head(self.layer(x)[:, 0])
 """
 
+EMBEDDED = """
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.width, self.embed = config.hidden_size, nn.Embedding(config.vocab_size, config.hidden_size)
+        self.places = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(self.width, config.num_attention_heads, 2 * self.width, batch_first=True)
+            for _ in range(config.num_hidden_layers)
+        )
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, attention_mask=None, position_ids=None, inputs_embeds=None, cache=None):
+        x = inputs_embeds
+        x = x * self.width**0.5 + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(TAKEN, attention_mask)
+        return x
+"""
+
 
 def report_on(text: str, name: str, folder: Path) -> str:
     (folder / "theirs.py").write_text(HEAD + text, encoding="utf-8")
@@ -322,12 +344,13 @@ def report_on(text: str, name: str, folder: Path) -> str:
         *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
         (WIDE.replace("KEYS", "self.rotated(self.k(x))"), "Attention"),
         (PATCHES, "Model"),
+        (EMBEDDED.replace("TAKEN", "x"), "Model"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
         *("a window", "a layer that attends itself", "items that are scored"),
-        *("all heads rotated together", "a token before the patches"),
+        *("all heads rotated together", "a token before the patches", "what may be left out is needed"),
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -350,11 +373,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (NEVER, "Attention", "a triangle out of a mask that hides nothing"),
         (WIDE.replace("KEYS", "self.k(x)"), "Attention", "all heads side by side, is rotated by its position"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
+        (EMBEDDED.replace("TAKEN", "inputs_embeds"), "Model", "every layer gets the same input"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
         *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
         *("items one ahead", "a mask of nothing", "keys of all heads stay", "a scale that nobody chose"),
+        "layers side by side",
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
