@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ ASKED_FOR = re.compile(
 )
 GPU = re.compile(r"^(cuda|mps|xpu)(:\d+)?$")
 MOVING = (Tensor.cuda, Tensor.xpu)
+KINDS = ("FloatTensor", "LongTensor", "BoolTensor", "ByteTensor")
+IN_PLACE: dict[str, Any] = {kind: getattr(torch, kind) for kind in KINDS}  # of what torch.cuda has
+IN_PLACE["current_device"] = lambda: torch.device("cpu")
 
 
 class AsksForGPU(BaseException):
@@ -49,7 +53,7 @@ def on_cpu_where_a_gpu_is_asked_for(check: Callable[[], T]) -> tuple[T, BaseExce
         asked = ended.__cause__
     finally:
         OnCPU.may_begin = False
-    with OnCPU():
+    with OnCPU(), mock.patch.multiple(torch.cuda, **IN_PLACE):
         return check(), asked
 
 

@@ -222,7 +222,7 @@ import torch
 from settings import DEVICE
 from torch import nn
 
-SCALE = torch.tensor(1.0).cuda()
+SCALE, FIRST = torch.tensor(1.0).cuda(), torch.cuda.LongTensor([0])
 
 
 class Attention(nn.Module):
@@ -234,9 +234,9 @@ class Attention(nn.Module):
     def forward(self, x):
         b, l, c = x.shape
         q, k, v = (y.view(b, l, self.heads, -1).transpose(1, 2) for y in self.packed(x.to("cuda:0")).chunk(3, -1))
-        past = torch.ones(l, l, device=DEVICE).tril()
+        past = torch.ones(l, l, device=torch.cuda.current_device()).tril().type(torch.cuda.FloatTensor)
         scores = SCALE * q @ k.mT / WIDTH**0.5
-        scores = scores.masked_fill(past == 0, float("-inf"))
+        scores = scores.masked_fill(past == FIRST, float("-inf"))
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, l, c))
 """
 
