@@ -726,26 +726,17 @@ def calls_validation(thing: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-class TestDocstrings:
-    def test_the_first_paragraph_is_one_sentence(self, name: str) -> None:
-        assert re.fullmatch(r"[A-Z\"`][^\n]*(\n[^\n]+)?[.?]", first_sentence(DOCUMENTED[name]))
-
-    def test_arguments_are_documented_in_their_order(self, name: str) -> None:
-        thing = DOCUMENTED[name]
-        given = [x for x in parameters(constructor(thing)) if x not in ("self", "cls", "_cls")]
-        if not getattr(thing, "_is_protocol", False) and not may_be_brief(name, thing):
-            assert documented_arguments(thing) == given
-
-    def test_what_comes_back_is_documented(self, name: str) -> None:
-        thing = DOCUMENTED[name]
-        if may_be_brief(name, thing):
-            return
-        if not inspect.isclass(thing) and inspect.signature(thing).return_annotation not in (None, "None"):
-            assert section(thing, "Returns") or section(thing, "Yields")
-
-    def test_what_is_raised_is_documented_where_arguments_are_checked(self, name: str) -> None:
-        if calls_validation(DOCUMENTED[name]):
-            assert section(DOCUMENTED[name], "Raises")
+def test_a_docstring_begins_with_one_sentence_and_says_what_is_given_comes_back_and_is_raised(name: str) -> None:
+    thing = DOCUMENTED[name]
+    assert re.fullmatch(r"[A-Z\"`][^\n]*(\n[^\n]+)?[.?]", first_sentence(thing))
+    if calls_validation(thing):
+        assert section(thing, "Raises")
+    if may_be_brief(name, thing):
+        return
+    given = [x for x in parameters(constructor(thing)) if x not in ("self", "cls", "_cls")]
+    assert getattr(thing, "_is_protocol", False) or documented_arguments(thing) == given
+    if not inspect.isclass(thing) and inspect.signature(thing).return_annotation not in (None, "None"):
+        assert section(thing, "Returns") or section(thing, "Yields")
 
 
 @pytest.mark.parametrize("name", MIRRORED)
