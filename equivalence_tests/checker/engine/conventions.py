@@ -12,11 +12,11 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.operands import turns_of
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, is_upper_left, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, TABLE
-from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.angles import base_of
 from equivalence_tests.checker.reach.arguments import role_of_parameter
@@ -108,6 +108,8 @@ class Conventions:
         for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
+                if is_upper_left(part, hidden, live):
+                    return None
                 operation, names = self._hiding()
                 if len(judgement.attention.parts) == 1 and is_window_without_last(part, hidden, live):
                     claim = f"Of {ranks_of(part)[3]} tokens, the last is hidden from every query, and from its own."
@@ -121,22 +123,21 @@ class Conventions:
         return bool(own.evidence) or own.name == LAST
 
     def _hiding(self) -> tuple[Operation | None, list[str]]:
-        """The first operation that scores meet something else in, and what that is made from."""
+        """The first operation that scores meet something else in, but for a scale, and what that is made from."""
         first: Operation | None = None
         for operation, _, bits, part in self._beside_scores():
             own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)
-            if bits != own:  # the largest score has these
+            scales = operation.name in MULTIPLIES and bool(operation.outputs[0].value.all())
+            if bits != own and not scales:  # the largest score has these
                 first = first or operation
                 if bits:
                     return operation, self.recorder.named(bits)
         return first, []
 
     def _window(self, part: Part, hidden: Tensor, live: Tensor) -> str:
-        """Torch's own alignment of unequal lengths, or a setting that is the width of the band that is left."""
+        """A setting that is the width of the band that is left."""
         query, key, _, _ = ranks_of(part)
         apart = (key - query)[live]
-        if torch.equal(hidden[live], apart > 0):
-            return "query i sees keys 0 to i, as is_causal of F.scaled_dot_product_attention has it"
         seen = apart[~hidden[live]]
         low, high = int(seen.min()), int(seen.max())
         if not torch.equal(hidden[live], (apart < low) | (apart > high)):

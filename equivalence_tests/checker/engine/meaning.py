@@ -214,7 +214,7 @@ class Evidence(Conventions):
         for place, (slot, bits, codes) in enumerate(pairs):
             own = place == 0 if departure.stage == "output" else is_of(codes, numbers)
             rest = functools.reduce(operator.or_, (*operation.origins[:place], *operation.origins[place + 1 :]), 0)
-            names = [] if own else self.recorder.parameters(bits & ~rest) or self.recorder.parameters(bits)
+            names = [] if own else self.recorder.parameters(bits & ~rest)
             if names:
                 return names[-1], next(strange_operations(self.run, slot, operation.index), None)
         return None

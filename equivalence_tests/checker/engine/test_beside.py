@@ -119,7 +119,7 @@ class InBlocksWithTurnedKeys(InBlocks):
     ("target", "names"),
     [
         (HeadsInside, ("heads_merged_in_another_order",)),
-        (HeadsInsideAndScaled, ("heads_merged_in_another_order", "changed_by_mul")),
+        (HeadsInsideAndScaled, ("changed_by_mul", "heads_merged_in_another_order")),
         (HeadsInsideAndFlipped, ("heads_merged_in_another_order", "changed_by_flip")),
         (Parallel, ()),
         (ParallelClamped, ("changed_by_clamp",)),

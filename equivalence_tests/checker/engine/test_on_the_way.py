@@ -1262,3 +1262,54 @@ class HandedARotation(nn.Module):
 
 def test_a_rotation_that_is_handed_over_is_built_for_one_head() -> None:
     assert verify(HandedARotation).verdict == "equal", str(verify(HandedARotation))
+
+
+class HidesByItself(nn.Module):
+    """Right: keys behind a query are hidden, and a buffer is what divides the scores."""
+
+    scale: Tensor
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.register_buffer("scale", torch.sqrt(torch.tensor([d_model // num_heads])))
+        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def sees(self, queries: int, keys: int) -> Tensor:
+        return torch.ones(queries, keys).tril() != 0
+
+    def behind(self, context: Tensor, values: Tensor) -> Tensor:
+        return context
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made = (self.q(query), self.k(key), self.v(value))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in made)
+        scores = (q @ k.mT / self.scale).masked_fill(~self.sees(q.size(2), k.size(2)), -torch.inf)
+        return self.out(self.behind(scores.softmax(-1) @ v, v).transpose(1, 2).flatten(2))
+
+
+class HidesEveryOther(HidesByItself):
+    """Nothing asks for what is hidden."""
+
+    def sees(self, queries: int, keys: int) -> Tensor:
+        return (torch.arange(queries)[:, None] - torch.arange(keys)) % 2 == 0
+
+
+class StretchedToOneValue(HidesByItself):
+    """Only projections take part in a factor that torch's formula does not have."""
+
+    def behind(self, context: Tensor, values: Tensor) -> Tensor:
+        return context * (values[:, :, :1].norm(dim=-1, keepdim=True) / context.norm(dim=-1, keepdim=True))
+
+
+def test_a_buffer_that_scales_is_no_evidence_for_a_mask() -> None:
+    right, other = verify(HidesByItself), verify(HidesEveryOther)
+    assert (right.verdict, right.intended) == ("equal", []), str(right)
+    assert "causal mask" in [what for what, *_ in right.conventions]
+    assert (other.verdict, other.intended) == ("unchecked", []), str(other)
+
+
+def test_a_parameter_of_a_projection_is_no_evidence_for_a_factor() -> None:
+    report = verify(StretchedToOneValue)
+    assert (report.verdict in ("unchecked", "deviates"), report.intended) == (True, []), str(report)
+    assert "changed_by_mul" in report.mistakes

@@ -80,8 +80,9 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
 def accuse_with_proof(report: Report, complete: bool = False) -> None:
     """Let nothing count against the code that no number shows: what is unproven is suspected, and blames no line.
 
-    Where what is proven is not known to be all, what was seen beside it stays.
+    Where what is proven is not known to be all, what was seen beside it stays, behind it.
     """
+    report.findings.sort(key=lambda finding: not finding.is_proven)
     unproven = [finding for finding in report.findings if not finding.is_proven]
     if not unproven or (len(unproven) < len(report.findings) and not complete):
         return

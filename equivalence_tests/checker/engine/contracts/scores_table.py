@@ -33,6 +33,12 @@ def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
     return "" if name in OFF_BY_ONE and queries != keys else name
 
 
+def is_upper_left(part: Part, hidden: Tensor, live: Tensor) -> bool:
+    """Whether query i sees keys 0 to i, whatever their numbers, as torch's ``is_causal`` has it."""
+    query, key, _, _ = ranks_of(part)
+    return bool(hidden[live].any()) and torch.equal(hidden[live], (key > query)[live])
+
+
 def with_some(may: Tensor, rows: Tensor) -> Tensor:
     """Which scores stand in a row with some key that may be seen."""
     return sum_in(may, rows) > 0
