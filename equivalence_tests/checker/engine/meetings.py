@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.codes import (
     coded,
     feature_of,
     known,
+    place_of,
     place_or_first,
     retagged,
     source_of,
@@ -108,6 +109,8 @@ class Meetings:
         """
         slot = operation.inputs[contraction.sides[0]]
         codes = self._names_of(slot)
+        if codes is not None and slot.value.shape == contraction.shape and self._is_over_heads(contraction.rows(codes)):
+            return codes  # each head's are those of the head in its place
         tokens = None if codes is None else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
@@ -126,6 +129,16 @@ class Meetings:
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
         names = contraction.scattered(names) + SPAN
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
+
+    def _is_over_heads(self, rows: Tensor) -> bool:
+        """Whether each row holds the scores of one query and key, of all heads: what a matrix mixes is the heads."""
+        numbers = sources_in(rows)
+        products = [x for x in self.found.products if x.source is not None and [x.source.number] == numbers]
+        if not products or not bool(known(rows).all()):
+            return False
+        table, places = products[0].table, place_of(rows)
+        alike = all(bool((x[places] == x[places][..., :1]).all()) for x in (table.query, table.key))
+        return alike and rows.size(-1) == len(table.heads) > 1
 
     def _numbered_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
         """Give tokens of a second source new numbers, where two sources that are concatenated use the same numbers."""

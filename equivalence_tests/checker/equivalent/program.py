@@ -57,6 +57,7 @@ class Program:
     cap: float = 0.0  # of a tanh that holds the scores; 0 if there is none
     gain: Expression | None = None  # what is learnt to multiply the scores of each head by as well
     sink: Expression | None = None  # a score of each head, learnt, that takes a share of every row and goes to no key
+    mixes: tuple[Expression | None, Expression | None] = (None, None)  # of the heads of the scores, and of the weights
     mask_replaces: bool = False  # whether a mask that is handed over takes the place of what is hidden without one
 
     def __call__(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -71,16 +72,17 @@ class Program:
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
         query, key, value = self._scaled_queries(values), self.key(values), self.value(values)
-        if self.cap or self.sink is not None:
+        if self.cap or self.sink is not None or any(self.mixes):
             return self.weights(values, may_attend) @ value
         bias = self._added(query, key, values, may_attend)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
 
     def weights(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give what the values are averaged with, (b, h, q, k)."""
-        scores = self.scores(values, may_attend)
+        scores, mix = self.scores(values, may_attend), self.mixes[1]
         if self.sink is None:
-            return scores.softmax(-1)
+            weights = scores.softmax(-1)
+            return weights if mix is None else mix(replace(values, output=weights))
         sink = self.sink(values).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
@@ -91,7 +93,8 @@ class Program:
     def products(self, values: Values) -> Tensor:
         """Give the scores before anything is added to them, (b, h, q, k)."""
         scores = self.scale * self._scaled_queries(values) @ self.key(values).mT
-        return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
+        scores = self.cap * torch.tanh(scores / self.cap) if self.cap else scores
+        return scores if self.mixes[0] is None else self.mixes[0](replace(values, output=scores))
 
     def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give what the softmax is of, (b, h, q, k)."""
@@ -124,7 +127,7 @@ class Program:
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
         hides = not self.mask_replaces and (self.bias.is_none or self.bias.is_causal)
-        scores = not self.cap and self.gain is self.sink is None and hides
+        scores = not self.cap and self.gain is self.sink is None and hides and not any(self.mixes)
         return whole and as_they_are and scores and self.output.around == Attended()
 
     @property
@@ -146,6 +149,8 @@ class Program:
         yield from self._of_scores(parameters)
         yield from () if self.gain is None else evidence.steps(self.gain, "scale")
         yield from () if self.sink is None else evidence.steps(self.sink, "scores")
+        for mix in filter(None, self.mixes):
+            yield from evidence.steps(mix, "mixed")
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
@@ -160,6 +165,8 @@ class Program:
             return replace(self, **three)
         if stage == "context":
             return replace(self, value=replace(self.value, factor=1.0, change=replace(self.value.change, factor=1.0)))
+        if stage == "mixed":
+            return replace(self, mixes=(None, None))
         if stage == "factor":
             return replace(self, output=replace(self.output, factor=1.0))
         if stage in ("scale", "cap"):

@@ -17,6 +17,7 @@ from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
 from equivalence_tests.checker.equivalent.expressions import Attended, Expression, Learnt, Made, of_kind
+from equivalence_tests.checker.equivalent.mixing import mixes_of
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
 from equivalence_tests.checker.equivalent.parameters import Affine, order_of, snapped
 from equivalence_tests.checker.equivalent.program import Output, Program
@@ -51,10 +52,10 @@ def _read(watched: Watched) -> tuple[Program, float]:
     query, key, value = (reader.read(role) for role in ROLES)
     if any(one.change.rotation is not None and one.change.rotation.single for one in reader.found.values()):
         watched.tolerance = SINGLE
-    why = UnreadError("")
+    why, mixes = UnreadError(""), mixes_of(watched)
     for scale, bias in _scores(reader, query, key):
         cap = _cap(watched.judgement)
-        program = Program(query, key, value, scale, bias, NOTHING, cap, gain=reader.gain, sink=reader.sink)
+        program = Program(query, key, value, scale, bias, NOTHING, cap, gain=reader.gain, sink=reader.sink, mixes=mixes)
         with torch.no_grad():
             averaged = program.merged(watched.values).flatten(0, 1)
         try:

@@ -38,6 +38,7 @@ NAMES: Mapping[str, str] = {
     "cap": "capped|by_clamp",
     "scores": "bias|sink|position",
     "mask": "mask|window|causal",
+    "mixed": "heads_mixed|mixed_in",
 }
 OF_ITS_OWN = "_of_its_own"
 RESIDUAL = "a residual connection"

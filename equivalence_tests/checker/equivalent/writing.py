@@ -1,14 +1,14 @@
 """Write the program of an attention down as Python that runs with torch alone: nn.MultiheadAttention if it can be."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
-from equivalence_tests.checker.equivalent.expressions import Given, Values, all_of, of_kind
+from equivalence_tests.checker.equivalent.expressions import Expression, Given, Values, all_of, of_kind
 from equivalence_tests.checker.equivalent.operands import Projection, Relative, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters, index_of
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
@@ -174,19 +174,29 @@ class AttentionWriter:
     @property
     def _is_by_hand(self) -> bool:
         """Whether something stands between scores and weights that torch's own function does not have."""
-        return bool(self.program.cap) or self.program.sink is not None
+        return bool(self.program.cap) or self.program.sink is not None or any(self.program.mixes)
 
     def _averaged_by_hand(self, biased: bool) -> Iterator[str]:
         program = self.program
         yield f"scores = {self._scale!r} * query @ key.transpose(-2, -1)"
         if program.cap:
             yield f"scores = {program.cap!r} * torch.tanh(scores / {program.cap!r})"
+        yield from self._mixed("scores", program.mixes[0])
         if biased:
             yield "scores = scores + bias"
         if program.sink is not None:
             sink = f"{bracketed(program.sink(self.values))}.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)"
             yield f"scores = torch.cat([scores, {sink}], -1)"
-        yield f"averaged = scores.softmax(-1){'' if program.sink is None else '[..., :-1]'} @ value"
+        weights = f"scores.softmax(-1){'' if program.sink is None else '[..., :-1]'}"
+        if program.mixes[1] is not None:
+            yield f"weights = {weights}"
+            yield from self._mixed("weights", program.mixes[1])
+        yield f"averaged = {weights if program.mixes[1] is None else 'weights'} @ value"
+
+    def _mixed(self, name: str, mix: Expression | None) -> Iterator[str]:
+        if mix is not None:
+            given: Any = Text(name, self.writer)
+            yield f"{name} = {mix(replace(self.values, output=given))}  # the heads, with one another"
 
     def _averaged(self, biased: bool) -> Iterator[str]:
         width = self.program.query.weight.size(1)

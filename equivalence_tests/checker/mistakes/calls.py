@@ -217,6 +217,14 @@ INTENDED = (
         "Leave the sink out of the denominator.",
         on_purpose_in="gpt-oss learns a sink for each head.",
     ),
+    _softmax(
+        "heads_mixed",
+        "The scores or weights of the heads are mixed with one another.",
+        "weights of head h = sum of mix[g, h] times those of head g",
+        "Leave the mix out.",
+        on_purpose_in="Talking heads, DeepViT and CaiT mix the heads by a learnt matrix.",
+        named=False,
+    ),
 )
 
 ROWS = (*CALLS, *INTENDED)

@@ -259,6 +259,12 @@ MASKS = (
         sink=True,
     ),
     _mask(
+        "hidden_keys_mixed_in",
+        "Hidden keys get a weight again where the weights of the heads are mixed after the softmax.",
+        "weights of hidden keys = what the mix, or a norm behind it, adds",
+        "Mix them without a bias and without a norm, or set the weights of hidden keys to 0 behind that.",
+    ),
+    _mask(
         "mask_never_used",
         "The mask{argument} is accepted but never used.",
         "softmax(scores)",

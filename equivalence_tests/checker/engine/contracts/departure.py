@@ -59,3 +59,8 @@ def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Depa
 def as_it_was(recorder: Recorder, operation: Operation) -> Tensor:
     """Give what an operation took, in the place of what it gives."""
     return operation.inputs[0].value
+
+
+def unmixed(recorder: Recorder, operation: Operation) -> Tensor:
+    """Give what an operation took that is of the shape of what it gives."""
+    return next(x.value for x in operation.inputs if x.value.shape == operation.outputs[0].value.shape)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
+from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by, unmixed
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
 from equivalence_tests.checker.engine.contracts.score_steps import Step, divided, fill_of, named_fill, ratio_of
 from equivalence_tests.checker.engine.contracts.scores_table import (
@@ -28,7 +28,16 @@ from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.ran import drops
 from equivalence_tests.checker.engine.same import HIDING, LOOSE, MEASURED, UNDERFLOW, constant_ratio, identical
-from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
+from equivalence_tests.checker.engine.vocabulary import (
+    ADDS,
+    COMPARES,
+    CONTRACTIONS,
+    FILLS,
+    MULTIPLIES,
+    NORMS,
+    SOFTMAXES,
+    words,
+)
 from equivalence_tests.checker.engine.watching import Operation, Patch, Slot
 from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.lines import Frames
@@ -68,7 +77,7 @@ class Scores:
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:
         """The departures in the order of the formula."""
-        unread = self._dropped() or self._precision() or self._filled_up() or self._kind()
+        unread = self._dropped() or self._mixed() or self._precision() or self._filled_up() or self._kind()
         if unread is not None:
             yield unread
             return
@@ -88,6 +97,31 @@ class Scores:
         """Dropout that drops, though the call is one of evaluation."""
         dropped = (s.operation for s in self.steps if s.operation.patch is None and drops(s.operation))
         return next((self._blocking("dropout_in_eval", "dropout", x, {x.index: as_it_was}) for x in dropped), None)
+
+    def _mixed(self) -> Departure | None:
+        """Scores or weights of different heads that are mixed by what is learnt, and normalised beside that."""
+        run = self.attention.run
+        own = [step.operation for step in self.steps[1:] if step.operation.patch is None]
+        mixing = [one for one in own if one.name in CONTRACTIONS]
+        if not mixing:
+            return None
+        patches: dict[int, Patch] = {one.index: unmixed for one in own if one in mixing or one.name in NORMS}
+        if self._gives_weight_to_hidden(max(patches)):
+            return self._blocking("hidden_keys_mixed_in", "mask", run.operations[max(patches)], patches)
+        users = {name: run.graph.users(slot) for name, slot in zip(run.recorder.names, run.recorder.given, strict=True)}
+        beside = [name for one in mixing for _, bits in run.names.beside(one) for name in run.recorder.parameters(bits)]
+        names = [name for name in beside if all(one.index in patches for one in users[f"param:{name}"])]
+        evidence = f"the parameter {names[0]} says how" if names else ""
+        return replace(self._blocking("heads_mixed", "softmax", mixing[0], patches), evidence=evidence)
+
+    def _gives_weight_to_hidden(self, index: int) -> bool:
+        """Whether an operation behind the softmax gives keys a weight that have none in any head."""
+        table, softmax = self.part.table, self._softmax_step().index
+        laid = {step.operation.index: step.laid(len(table.row)).nan_to_num(0.0) for step in self.steps}
+        if softmax not in laid or index < softmax:
+            return False
+        weight = sum_in(laid[softmax].abs(), table.query * (int(table.key.max()) + 1) + table.key)
+        return bool((laid[index][weight == 0] != 0).any())
 
     def _precision(self) -> Departure | None:
         patched = any(step.operation.patch is not None for step in self.steps)
@@ -184,7 +218,9 @@ class Scores:
             after = abs(ratio * math.sqrt(self.width) - 1) < LOOSE
             scale_gone = abs(self.total / math.sqrt(self.width) - 1) < LOOSE
             name = "scale_after_softmax" if after and scale_gone else "weights_scaled"
-            return self._put_right(name, "softmax", operation, {"factor": ratio}, rescaled=name != "weights_scaled")
+            mixed = any(step.operation.patch is unmixed for step in self.steps)  # then rows sum to one nowhere
+            patches = {} if mixed else self._softmaxed(rescaled=name != "weights_scaled")
+            return Departure(name, "softmax", operation, {"factor": ratio}, patches)
         if bool(model.hidden.any()):
             name = "mask_after_softmax" if self.expected.masked else "causal_mask_after_softmax"
             return self._put_right(name, "mask", operation)
@@ -393,11 +429,19 @@ class Scores:
         hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if causal else "")
         patches: dict[int, Patch] = {}
         for context in part.contexts:
-            maker = self.attention.run.graph.maker(context.operands[0], context.operation.index)
+            maker = self._maker_of(context.operands[0], context.operation.index)
             names = None if maker is None else self.attention.run.names.after[maker.index][0]
             if maker is not None and names is not None:
                 patches[maker.index] = partial(right_weights, part, names, hidden, factor)
         return patches
+
+    def _maker_of(self, weights: Slot, before: int) -> Operation | None:
+        """What gives the weights of each head, before they are mixed."""
+        maker = self.attention.run.graph.maker(weights, before)
+        while maker is not None and maker.patch is unmixed:
+            taken = next(slot for slot in maker.inputs if slot.value.shape == weights.value.shape)
+            maker = self.attention.run.graph.maker(taken, maker.index)
+        return maker
 
 
 def _idle_bias(operation: Operation, learnt: list[str]) -> Departure:
