@@ -224,15 +224,22 @@ OF_ANNOTATED = OF_ANNOTATED.replace("h = norm(x)", "h = self.norm1(x)").replace(
 
 
 def test_what_some_model_does_on_purpose_hides_nothing_else(tmp_path: Path) -> None:
-    said = report_on(OF_ANNOTATED, "Block", tmp_path)
+    biased = OF_ANNOTATED.replace("x.std(-1, keepdim=True)", "x.std(-1, keepdim=True, unbiased=False)")
+    said = report_on(biased, "Block", tmp_path)
     assert said.startswith("deviates")
     assert "The Annotated Transformer does so" in said
     assert "Note: apart from that, it is equal to torch" in said
-    said = report_on(OF_ANNOTATED.replace("self.down(", "0.7 * self.down("), "Block", tmp_path)
+    said = report_on(biased.replace("self.down(", "0.7 * self.down("), "Block", tmp_path)
     assert said.startswith("deviates")
     assert "The Annotated Transformer does so" in said
     assert "Note: apart from that: Nothing says whether this is intended: down times 0.7" in said
     assert "it is equal to torch" not in said
+
+
+def test_the_norm_of_the_annotated_transformer_is_intended_and_nothing_else(tmp_path: Path) -> None:
+    assert report_on(OF_ANNOTATED, "Block", tmp_path).startswith("equal")
+    said = report_on(OF_ANNOTATED.replace("self.down(", "0.7 * self.down("), "Block", tmp_path)
+    assert said.startswith("unchecked"), said
 
 
 SHARED = MODULES.replace("(norm(x))", "(self.norm(x))")

@@ -1,7 +1,6 @@
 """Every LayerNorm and RMSNorm: how deviations are squared, where eps stands, which axes, which gain and bias."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +26,26 @@ def _outside(eps: float, variance: Any) -> Any:
     return variance.sqrt() + eps
 
 
+def _variance(x: Any, axes: tuple[int, ...]) -> Any:
+    return x.var(axes, correction=0, keepdim=True)
+
+
+def _unbiased_variance(x: Any, axes: tuple[int, ...]) -> Any:
+    return x.var(axes, keepdim=True)
+
+
+def _mean_square(x: Any, axes: tuple[int, ...]) -> Any:
+    return x.square().mean(axes, keepdim=True)
+
+
+def _sum_of_squares(x: Any, axes: tuple[int, ...]) -> Any:
+    return x.square().sum(axes, keepdim=True)
+
+
+def _sum_of_deviations(x: Any, axes: tuple[int, ...]) -> Any:
+    return _sum_of_squares(x - x.mean(axes, keepdim=True), axes)
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm: gain * (x - mean) / divisor + bias."""
@@ -37,18 +56,17 @@ class Norm:
     plus_one: bool = False  # whether 1 is added to the gain
     centred: bool = True  # whether the mean is taken off
     eps: float = 0.0
-    divisor: Callable[[float, Any], Any] = _inside  # makes of eps and the mean of the squares what is divided by
+    divisor: Callable[[float, Any], Any] = _inside  # makes of eps and the spread what is divided by
     axes: tuple[int, ...] = (-1,)
-    count: Callable[[Any], Any] = lambda n: n  # by what the sum of so many squares is divided
+    spread: Callable[[Any, tuple[int, ...]], Any] = _variance  # of x over the axes
     is_torchs: bool = True  # whether torch has a norm that is the same
 
     def of(self, weight: Callable[[str], Any], x: Any) -> Any:
         """Compute it, or write it down, with what gives its parameters by their names."""
         gain, bias = weight(self.gain) if self.gain else 1, weight(self.bias) if self.bias else 0
         gain = 1 + gain if self.plus_one else gain
-        x = x - x.mean(self.axes, keepdim=True) if self.centred else x
-        count = self.count(math.prod(x.size(axis) for axis in self.axes))
-        normal = x / self.divisor(self.eps, x.square().sum(self.axes, keepdim=True) / count)
+        centre = x - x.mean(self.axes, keepdim=True) if self.centred else x
+        normal = centre / self.divisor(self.eps, self.spread(x, self.axes))
         return gain * normal + bias
 
     def written(self, writer: Writer, x: Text) -> Text:
@@ -88,13 +106,13 @@ AXES = {
     "the batch": (0,),
     "all": (-3, -2, -1),
 }
-# Whether the mean is taken off, by what the sum of squares is divided, and what is wrong with that.
-SPREADS: tuple[tuple[bool, Callable[[int], int], tuple[str, ...]], ...] = (
-    (True, lambda n: n, ()),
-    (True, lambda n: n - 1, ("norm_unbiased_std",)),
-    (True, lambda n: 1, ("norm_sum_for_mean",)),
-    (False, lambda n: n, ()),
-    (False, lambda n: 1, ("norm_sum_for_mean",)),
+# Whether the mean is taken off, how the spread is measured, and what is wrong with that.
+SPREADS: tuple[tuple[bool, Callable[[Any, tuple[int, ...]], Any], tuple[str, ...]], ...] = (
+    (True, _variance, ()),
+    (True, _unbiased_variance, ("norm_unbiased_std",)),
+    (True, _sum_of_deviations, ("norm_sum_for_mean",)),
+    (False, _mean_square, ()),
+    (False, _sum_of_squares, ("norm_sum_for_mean",)),
 )
 GAIN_NAME = re.compile(r"gamma|gain|weight|scale|alpha|^[ag](_?\d)?$")
 
@@ -123,8 +141,8 @@ def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterato
     likely = dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])
     weights = {name: p.detach() for name, p in module.named_parameters()}
     options = itertools.product(_affines(module, width), likely, PLACES.items(), AXES.items(), SPREADS)
-    for (affine, said, mixed), eps, (place, (divisor, misplaced)), (axes_words, axes), spread in options:
-        centred, divided, of_spread = spread
+    for (affine, said, mixed), eps, (place, (divisor, misplaced)), (axes_words, axes), measured in options:
+        centred, spread, of_spread = measured
         mistakes = (
             *mixed,
             *(() if eps else ("norm_without_eps",)),
@@ -142,7 +160,7 @@ def norm_readings(module: nn.Module, width: int, right: bool = False) -> Iterato
             ("gain and bias", said, "weight" if rms else "weight and bias"),
         )
         plain = misplaced == of_spread == () and axes == (-1,)
-        norm = replace(affine, eps=eps, divisor=divisor, axes=axes, centred=centred, count=divided, is_torchs=plain)
+        norm = replace(affine, eps=eps, divisor=divisor, axes=axes, centred=centred, spread=spread, is_torchs=plain)
         yield PartReading(partial(norm.of, weights.__getitem__), words, mistakes, written=norm.written)
 
 
@@ -152,7 +170,7 @@ def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
     gains = {name: p.detach() for name, p in module.named_parameters() if p.numel() == 1}
     for gain, eps in itertools.product(gains, (SHORTEST, *EPS)):
         words = (("compared with", "g * F.normalize(x): ScaleNorm", ""), ("gain", gain, ""))
-        norm = Norm(1, gain, centred=False, eps=eps, divisor=_outside, count=lambda n: 1, is_torchs=False)
+        norm = Norm(1, gain, centred=False, eps=eps, divisor=_outside, spread=_sum_of_squares, is_torchs=False)
         written = partial(_scaled, gain) if eps == SHORTEST else norm.written
         yield PartReading(partial(norm.of, gains.__getitem__), words, notes=(note,), written=written)
 

@@ -20,6 +20,10 @@ INTENDED = {
     "activation_exchanged": "torch's layers take any function for it",
     "gelu_approximated": "its formula is the approximation",
 }
+# What the source that they are copied from does together.
+AS_IN = {
+    frozenset({"norm_unbiased_std", "norm_eps_outside"}): "both are the LayerNorm of The Annotated Transformer",
+}
 # How many readings are measured on every observation where the least difference is asked for.
 MEASURED = 5
 Observation = tuple[Tensor, Tensor]
@@ -130,7 +134,7 @@ def _matched(
             stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),
             where=where,
-            reason=INTENDED.get(name, "") or named_mistake(name).as_named([owner]),
+            reason=_reason(name, chosen.mistakes, owner),
         )
         for name in chosen.mistakes
     ]
@@ -142,6 +146,12 @@ def _matched(
     detail = known if difference is None else f"greatest difference {difference:.1g} of the largest value"
     report.checks = [CheckResult("check_values", "failed" if report.findings else "passed", detail)]
     return report
+
+
+def _reason(name: str, mistakes: Iterable[str], owner: str) -> str:
+    """Say why a mistake is none in this class; "" if it is one."""
+    together = next((why for names, why in AS_IN.items() if name in names and names.issubset(mistakes)), "")
+    return INTENDED.get(name, "") or together or named_mistake(name).as_named([owner])
 
 
 def _evidence(name: str, tried: _Tried, chosen: PartReading) -> str:

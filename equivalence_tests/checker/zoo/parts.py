@@ -234,6 +234,7 @@ class CrossFirstDecoderLayer(PaperDecoderLayer):
 
 CORRECT = (
     GainBiasLayerNorm,
+    UnbiasedEpsOutsideLayerNorm,
     PaperFeedForward,
     GeluFeedForward,
     TanhGeluFeedForward,
@@ -246,7 +247,6 @@ CORRECT = (
 BROKEN = (
     (UnbiasedLayerNorm, ("norm_unbiased_std",), "LayerNorm: unbiased std"),
     (EpsOutsideLayerNorm, ("norm_eps_outside",), "LayerNorm: eps outside the root"),
-    (UnbiasedEpsOutsideLayerNorm, ("norm_unbiased_std", "norm_eps_outside"), "LayerNorm: unbiased std and eps outside"),
     (NoEpsLayerNorm, ("norm_without_eps",), "LayerNorm: no eps"),
     (OverTokensLayerNorm, ("norm_wrong_axes",), "LayerNorm: over the wrong axes"),
     (ActivationLastFeedForward, ("activation_misplaced",), "activation after the second linear"),
