@@ -4,26 +4,20 @@ Each is a function ``check_*`` of the call and the report so far. It returns whe
 "skipped", as it does not apply, and what it saw.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.precisions import errors_in, incomparable
 from equivalence_tests.checker.engine.ran import drawing_line
-from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.vocabulary import SAMPLES
-from equivalence_tests.checker.reach.calling import from_layout
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.state import ask, default_dtype, retype
-from equivalence_tests.checker.reporting.equivalents import taken
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult, Outcome
 from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.instruments.differences import compare_errors
 
 Answer = tuple[Outcome, str]
 Check = Callable[[Situation, Report], Answer]
@@ -65,29 +59,15 @@ def run_check(check: Check, situation: Situation, report: Report) -> CheckResult
 def check_float32_error(situation: Situation, report: Report) -> Answer:
     """In float32 the error is at most twice that of torch's program, plus a few units in the last place."""
     subject, program = situation.subject, report.equivalent
-    if subject.dtype != torch.float64 or not isinstance(subject.function, nn.Module):
+    if subject.dtype != torch.float64 or subject.module is None:
         return "skipped", "computed in float32 throughout" if subject.module else "no module"
-    if program is None or not (program.source and program.agrees):
-        return "skipped", "torch's program is not written down"
-    if situation.plan.neutral not in (None, situation.understood):
-        return "skipped", "torch's program takes a mask of another form"
-
-    def ours(theirs: nn.Module, one: Any) -> Tensor:
-        made = program.of(theirs)
-        args, kwargs = taken(made.forward, *one)
-        return from_layout(made(*args, **kwargs), situation.plan.output_layout)
-
-    module = copy.deepcopy(subject.function)
-    retype(module, torch.float32)
-    calls = map(situation.call.redrawn, range(1, INPUTS + 1))  # one alone may be rounded well by chance
-    given = [in_dtype((one.args, one.kwargs), torch.float32) for one in calls]
-    exact = torch.stack([ours(subject.function, in_dtype(one, torch.float64)) for one in given])
-    with default_dtype(torch.float32), torch.no_grad():  # a mask made inside is then of the scores' dtype
-        builtin = torch.stack([ours(module, in_dtype(one, None)) for one in given])
-        answer = ask(lambda: [situation.trial.output_in(Call(module, *one).returned()) for one in given])
-    if answer.error is not None or answer.value is None:
+    why = incomparable(situation, program)
+    if why or program is None:
+        return "skipped", why
+    answer = ask(partial(errors_in, torch.float32, situation, program))
+    if answer.value is None:
         return "skipped", f"in float32 it raises {said(answer.error)}" if answer.error is not None else ""
-    ratio = compare_errors(torch.stack(answer.value).float(), builtin, exact, name="output")
+    ratio = answer.value
     if not ratio.passed:
         return "failed", str(ratio)
     return "passed", f"error {ratio.candidate_error:.1g} against {ratio.builtin_error:.1g} of torch's program"

@@ -35,6 +35,7 @@ from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_size
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
+from equivalence_tests.checker.engine.precisions import in_half_precision
 from equivalence_tests.checker.engine.probing import (
     crossing,
     in_training,
@@ -258,6 +259,7 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
     if report.verdict in ("equal", "partial") and judged:
         hold(report, situation)
         _check(report, situation, check_float32_error)
+        report.notes += in_half_precision(situation, report)
     if report.verdict == "deviates" and judged and called_plainly:
         accuse(report, situation)
         if report.findings and all(one.name in OF_PRODUCTS for one in report.findings):
