@@ -19,7 +19,7 @@ from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import code_lines
 
 LONGEST = 300
-TILES = range(8, LONGEST // 2 - 1)  # a number like these may be the length of a tile
+NUMBERS = range(8, 1100)  # a number like these may be one of tokens
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
 SLIDES = re.compile(r"slid", re.IGNORECASE)
@@ -122,7 +122,7 @@ def _ends_at(function: Callable[..., Any], limit: int) -> bool:
 
 
 def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
-    """Whole numbers that an instance, its class or its file holds, that are defaults of its forward, or in its code."""
+    """Whole numbers that an instance, its class or its file holds, or that are defaults of its forward."""
     forward: Any = function.forward if isinstance(function, nn.Module) else function
     owners = [vars(owner) for child in _own_modules(function) for owner in (*reversed(type(child).__mro__), child)]
     held = [(name, x) for owner in (getattr(forward, "__globals__", {}), *owners) for name, x in owner.items()]
@@ -130,9 +130,16 @@ def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
     defaults = {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
     found |= {name: x for name, x in defaults.items() if LIMITED.search(name) or x < LONGEST}  # a size in bytes is none
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
-    codes = [(getattr(one, "__code__", None), getattr(one, "__defaults__", None)) for one in _functions(function)]
-    written = {x for code, own in codes for x in (*getattr(code, "co_consts", ()), *(own or ())) if type(x) is int}
-    yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
+
+
+def numbers_in(function: Callable[..., Any]) -> list[int]:
+    """List the whole numbers in the code of a call, and those that it reads from an instance."""
+    codes = [code for one in _functions(function) if (code := getattr(one, "__code__", None))]
+    read = {name for code in codes for name in code.co_names}
+    held = [x for child in _own_modules(function) for name, x in vars(child).items() if name in read]
+    defaults = [x for one in _functions(function) for x in getattr(one, "__defaults__", None) or ()]
+    every = [*held, *defaults, *(x for code in codes for x in code.co_consts)]
+    return sorted({x for x in every if type(x) is int and x in NUMBERS})
 
 
 def _own_modules(function: Callable[..., Any]) -> list[nn.Module]:

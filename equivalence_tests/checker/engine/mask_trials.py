@@ -31,7 +31,7 @@ from equivalence_tests.checker.reach.proposing import parameters_of, unread_argu
 from equivalence_tests.checker.reach.state import ask, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import frames_of, source_of
+from equivalence_tests.checker.reporting.lines import frames_of, raised_at, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
@@ -222,8 +222,19 @@ class _Masks:
         if any(one is not None and first is not None and identical(one, first) for one, first in whole):
             why = "all queries get its first row: right only if nobody passes a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
-        self.report.coverage += self._taken_in_vain(form)
+        self.report.coverage += [*self._taken_in_vain(form), *self._not_for_each_sample(form)]
         return []
+
+    def _not_for_each_sample(self, form: MaskForm) -> Iterator[Exercise]:
+        """List that all samples have one mask, where a mask of each sample's own is not taken in any shape."""
+        alike = [one for one in mask_forms() if (one.encoding, one.held) == (form.encoding, form.held)]
+        others = [one for one in alike if "batch" in one.shape]
+        if "batch" in form.shape or self.situation.inputs.query.size(0) == 1:
+            return
+        before = len(self.errors)
+        if all(self._output(one) is None for one in others):
+            line = raised_at(self.errors[before][1])
+            yield Exercise(f"{self.parameter} for each sample", False, f"every shape of it raises{line}")
 
     def _taken_in_vain(self, form: MaskForm) -> Iterator[Exercise]:
         """List the other shapes in which the code takes a mask that means the same, and hides nothing."""

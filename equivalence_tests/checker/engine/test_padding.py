@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.zoo.right import broken
 
 
 class Padded(nn.Module):
@@ -242,3 +243,11 @@ def test_words_about_another_mask_in_the_file_are_a_note(tmp_path: Path) -> None
         path.write_text(head + own.replace("mask != 0", f"mask {word} 0"), encoding="utf-8")
         report = verify(f"{path}:SaysWhatOneMeans")
         assert (report.findings, any("key_mask: 1 = valid" in note for note in report.notes)) == ([], said), str(report)
+
+
+def test_a_mask_that_all_samples_share_is_no_padding_mask(tmp_path: Path) -> None:
+    shared = (("if mask is not None:\n", "if mask is not None:\n            mask = mask.unsqueeze(0)\n"),)
+    (tmp_path / "mine.py").write_text(broken("cross", shared))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert report.verdict == "partial", str(report)
+    assert [one.what for one in report.not_exercised] == ["mask for each sample"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
+from equivalence_tests.checker.engine.lengths import numbers_in
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
-from equivalence_tests.checker.engine.same import TABLE
+from equivalence_tests.checker.engine.same import MEASURED, TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
 from equivalence_tests.checker.engine.taking_part import known_before
 from equivalence_tests.checker.equivalent.comparing import (
@@ -45,7 +46,7 @@ from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writer import Signature
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.calling import WINDOWS, Trial
+from equivalence_tests.checker.reach.calling import WINDOWS, Inputs, Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import Errors
@@ -56,6 +57,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
+PAST, LOUD = 7, 10  # tokens beyond a number, and by what inputs are multiplied
 MANY = 12  # windows of images, in rows and columns
 OTHER_NUMBERS = "the program written from it gives other numbers"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
@@ -114,6 +116,27 @@ class Held:
                 raise UnreadError(f"the program written from it does not run ({said(error)})") from error
 
         return computed
+
+    def differing_beyond(self, holding: Holding) -> Iterator[Exercise]:
+        """List the first number in the code beyond which it gives other numbers than the program, and large inputs."""
+        trial, bound = self.situation.trial, holding.comparison.tolerance
+        with kept_parameters(self.situation.subject.module):
+            for number in numbers_in(trial.function):
+                length = number + PAST
+                differs = self._differs(holding, trial.inputs(length, length, seed=51))
+                if differs:
+                    yield Exercise(f"lengths beyond {number}", False, f"with {length} tokens {differs}")
+                    break
+            loud = self._differs(holding, trial.inputs(seed=52).scaled(LOUD)) if bound == EXACT else ""
+            if loud:
+                yield Exercise(f"inputs {LOUD} times as large", False, loud)
+
+    def _differs(self, holding: Holding, inputs: Inputs) -> str:
+        """Say how far the code is from its program on some inputs; "" where it is not, or cannot be run."""
+        layout, case = Layout.of(self.situation.trial), Case(call_of(self.situation.trial, inputs, None)[0], None, "")
+        found = compare(partial(self._on, holding.program, layout), [case], layout, MEASURED)
+        gap = f"it differs from the program by {found.worst.size:.2g} of the largest value"
+        return "" if found.agrees else f"{gap}: only its author knows whether that is intended"
 
     def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -240,6 +263,9 @@ def hold(report: Report, situation: Situation) -> None:
         unread(report, OTHER_NUMBERS)
         return
     decide(report, holding, situation.subject.adapter.intended)
+    if report.verdict in ("equal", "partial"):
+        report.coverage += held.differing_beyond(holding)
+        report.verdict = "partial" if report.not_exercised else "equal"
     for failed in _failing(holding):
         report.checks.append(failed)
         if failed.name not in situation.subject.adapter.intended:
