@@ -242,7 +242,7 @@ class SlidingWindowAttention(Mixes):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
-        at = torch.arange(x.size(1))
+        at = torch.arange(x.size(1), device=x.device)
         back = at[:, None] - at
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill((back < 0) | (back >= self.window), float("-inf"))
         return self.back((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))

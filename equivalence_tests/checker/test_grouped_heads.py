@@ -130,7 +130,7 @@ class MaskOfTheDefaultDtype(Grouped):
 
     def causal(self, scores: Tensor) -> Tensor:
         length = scores.size(-1)
-        return scores + torch.full((length, length), -torch.inf).triu(1)
+        return scores + torch.full((length, length), -torch.inf, device=scores.device).triu(1)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ class Distant(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), dtype=x.dtype)
-        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=x.dtype)
+        position = torch.arange(x.size(1)).to(x)
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1).to(x)
         return -slopes[:, None, None] * (position[:, None] - position).abs()
 
     def scale(self, q: Tensor) -> float:
@@ -48,7 +48,7 @@ class Table(Distant):
         self.relative_bias = nn.Embedding(9, heads)
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1))
+        position = torch.arange(x.size(1), device=x.device)
         distance = (position[:, None] - position).clamp(-4, 4) + 4
         future = position[:, None] < position
         return self.relative_bias(distance).permute(2, 0, 1).masked_fill(future, -math.inf)
@@ -91,7 +91,7 @@ class Backwards(Table):
     """T5's distances with the wrong sign, so that all keys that are seen share one number."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1))
+        position = torch.arange(x.size(1), device=x.device)
         return self.relative_bias((position - position[:, None]).clamp(0, 8)).permute(2, 0, 1)
 
     def weights(self, x: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ class WrongSide(Distant):
     """ALiBi that counts distances in the future, which is hidden."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), dtype=x.dtype)
-        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=x.dtype)
+        position = torch.arange(x.size(1)).to(x)
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1).to(x)
         return -slopes[:, None, None] * (position - position[:, None]).clamp(min=0)
 
     def future(self, x: Tensor) -> Tensor:
-        return torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+        return x.new_ones(x.size(1), x.size(1)).triu(1).bool()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
@@ -183,7 +183,7 @@ class Near(Distant):
     """A mask of its own, which nothing but its author knows to be right."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1))
+        position = torch.arange(x.size(1), device=x.device)
         far = (position[:, None] - position).abs() > 1
         return torch.zeros_like(far, dtype=x.dtype).masked_fill(far, -math.inf)
 
@@ -196,7 +196,7 @@ class MetByQueries(Distant):
         self.distances = nn.Embedding(21, dim // heads)
 
     def rows(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1))
+        position = torch.arange(x.size(1), device=x.device)
         return self.distances((position[:, None] - position).clamp(-10, 10) + 10)
 
     def weights(self, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Skewed(Distant):
         self.table = nn.Embedding(64, dim // heads)
 
     def rows(self, length: int) -> Tensor:
-        return self.table(torch.arange(64 - length, 64))
+        return self.table(torch.arange(64 - length, 64, device=self.table.weight.device))
 
     def skewed(self, scores: Tensor, pad: tuple[int, int] = (1, 0)) -> Tensor:
         queries, keys = scores.shape[-2:]

@@ -26,6 +26,7 @@ from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.devices import on_cpu_where_a_gpu_is_asked_for
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.left_on_cpu import LEFT
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, seen_constructors, uncompiled
@@ -127,7 +128,7 @@ def verify(
             report.notes += without(wrapped)
             _add_mode(report, mode)
             if inputs is None:
-                _add_branches(report, found)
+                _add_unrun(report, found)
         return reports
 
     reports = [accepted(report, given) for report in _guarded(checked, name)]
@@ -147,12 +148,13 @@ def _add_mode(report: Report, mode: str) -> None:
         report.verdict = "partial"
 
 
-def _add_branches(report: Report, found: Any) -> None:
-    """List the ways of the code that no call that was compared has taken."""
+def _add_unrun(report: Report, found: Any) -> None:
+    """List the ways of the code that no call that was compared has taken, and what would raise on a GPU."""
     if report.verdict in ("equal", "partial"):
         told = [*report.not_exercised, *(one for one in report.coverage if "=" in one.what)]
         listed = {re.split(r"\W", one.what)[0] for one in told}
         report.coverage += RAN.never(found, listed | taken_by_losses(found if isinstance(found, type) else type(found)))
+        report.coverage += LEFT.listed()
         report.verdict = "partial" if report.not_exercised else report.verdict
 
 
@@ -174,7 +176,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
 
 def _reports(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     """Check, with nothing known from before."""
-    for known in (ABSENCES, CRASHES, RAN, REGISTERING):
+    for known in (ABSENCES, CRASHES, LEFT, RAN, REGISTERING):
         known.forget()
     try:
         return checked()

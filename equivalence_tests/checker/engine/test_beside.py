@@ -184,7 +184,7 @@ def test_one_norm_alone_is_told_where_the_projection_of_queries_names_the_tokens
 def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Right: one softmax in tiles of three keys, kept from a division by 0."""
     largest, total = torch.full_like(query[..., :1], -torch.inf), torch.zeros_like(query[..., :1])
-    output = torch.zeros(*query.shape[:-1], value.size(-1), dtype=value.dtype)
+    output = value.new_zeros(*query.shape[:-1], value.size(-1))
     for some, values in zip(key.split(3, -2), value.split(3, -2), strict=True):
         scores = query @ some.mT / query.size(-1) ** 0.5
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))

@@ -18,13 +18,13 @@ class SetsItsCacheUp(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def setup_cache(self, max_batch_size: int, max_seq_len: int, dtype: torch.dtype | None = None) -> None:
-        shape = (max_batch_size, self.n_heads, max_seq_len, self.width)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=dtype or self.wk.weight.dtype) for _ in range(2))
+        shape, weight = (max_batch_size, self.n_heads, max_seq_len, self.width), self.wk.weight
+        self.k_cache, self.v_cache = (weight.new_zeros(shape, dtype=dtype or weight.dtype) for _ in range(2))
 
     def turned(self, x: Tensor, start: int) -> Tensor:
         half = self.width // 2
-        places = torch.arange(start, start + x.size(-2), dtype=x.dtype)
-        angles = places[:, None] / 10000 ** (torch.arange(half, dtype=x.dtype) / half)
+        places = torch.arange(start, start + x.size(-2)).to(x)
+        angles = places[:, None] / 10000 ** (torch.arange(half).to(x) / half)
         first, second = x.chunk(2, -1)
         return torch.cat(
             [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1
@@ -39,7 +39,8 @@ class SetsItsCacheUp(nn.Module):
         q, k = self.turned(q, self.first(start_pos)), self.turned(k, self.first(start_pos))
         if use_cache:
             k, v = self.kept(k, self.k_cache, start_pos), self.kept(v, self.v_cache, start_pos)
-        future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1 + k.size(-2) - q.size(-2))
+        ones = q.new_ones(q.size(-2), k.size(-2))
+        future = ones.triu(1 + k.size(-2) - q.size(-2)).bool()
         scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(future, -torch.inf)
         return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 

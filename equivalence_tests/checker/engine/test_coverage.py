@@ -1,6 +1,7 @@
 """What the code offers beyond one call: each of these said EQUAL once, and must not."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.right import broken
 
 WIDTH, HEADS = 12, 3
 Cache = tuple[Tensor, Tensor]
@@ -525,7 +527,6 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (Repeated, "times"),
         (CountsBytes, "sram_size"),
         (Refuses, "use_flash=True"),
-        (ChunksOfTen, "lengths beyond a number in its code = 10"),
         (CacheTakesOneToken, "several tokens at a step, what it returns is passed to past_key_value"),
         (CacheKeepsTheLastToken, "several tokens at a step, what it returns is passed to past_key_value"),
         (ChunkSeesItsFuture, "several tokens at a step, what it returns is passed to past_key_value"),
@@ -541,6 +542,32 @@ def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) ->
     found = covered(made())
     assert [exercise.what for exercise in found.exercises if not exercise.exercised] == [what]
     assert found.findings == []
+
+
+SCORES = "scores = q @ k.mT"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ((SCORES, "k, v = k[:, :, :50], v[:, :, :50]\n        " + SCORES), "lengths beyond 50"),
+        (
+            ("dropped = ", "weights = weights * (torch.arange(k.size(2)) < 300)\n        dropped = "),
+            "lengths beyond 300",
+        ),
+        ((SCORES, "v = v[:, :, torch.arange(v.size(2)) % 200]\n        " + SCORES), "lengths beyond 200"),
+        (("weights = scores", "scores = torch.where(scores > 30, 30, scores)\n        weights = scores"), "inputs 10"),
+    ],
+)
+def test_what_begins_beyond_a_number_is_listed(change: tuple[str, str], what: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(broken("cross", (change,)))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert report.verdict == "partial", str(report)
+    assert [one.what for one in report.not_exercised if one.what.startswith(what)], report.not_exercised
+
+
+def test_what_is_done_in_chunks_of_a_number_is_listed() -> None:
+    assert [one.what for one in verify(ChunksOfTen).not_exercised] == ["lengths beyond 10"]
 
 
 @pytest.mark.parametrize(
@@ -593,9 +620,10 @@ class CausalByChoice(Parts):
         self.causal = causal
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        hidden = torch.zeros(x.size(1), x.size(1)).bool() if mask is None else ~mask
+        ones = x.new_ones(x.size(1), x.size(1))
+        hidden = torch.zeros_like(ones).bool() if mask is None else ~mask
         if self.causal:
-            hidden = hidden | torch.ones(x.size(1), x.size(1)).triu(self.first_hidden).bool()
+            hidden = hidden | ones.triu(self.first_hidden).bool()
         return self.attend(*self.project(x), hidden)
 
 
@@ -773,10 +801,10 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.size(1)
-        hidden = torch.ones(length, length).triu(1).bool()
+        hidden = x.new_ones(length, length).triu(1).bool()
         if self.mask == "holes":
             hidden[4:, 2] = True
-        out: Tensor = self.encoder(self.proj(x) + self.places(torch.arange(length)), mask=hidden)
+        out: Tensor = self.encoder(self.proj(x) + self.places(torch.arange(length, device=x.device)), mask=hidden)
         return out
 
 

@@ -261,7 +261,7 @@ class KeepsADictionary(Attends):
         if cache:
             k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
         kept = k.size(2) - q.size(2)
-        future = torch.ones(q.size(2), k.size(2)).bool().triu(1 + kept - self.late * kept)
+        future = q.new_ones(q.size(2), k.size(2)).bool().triu(1 + kept - self.late * kept)
         weights = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(future, -torch.inf).softmax(-1)
         return self.to_out((weights @ v).transpose(1, 2).flatten(2)), {"k": k, "v": v}
 
@@ -458,7 +458,7 @@ class NumbersItsTokens(nn.Module):
         self.n_heads, self.qkv, self.wo = n_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def turned(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        angles = position_ids[:, None, :, None] / 10 ** torch.arange(x.size(-1) // 2)
+        angles = position_ids[:, None, :, None] / 10 ** torch.arange(x.size(-1) // 2, device=x.device)
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
 

@@ -24,7 +24,7 @@ class Flash(nn.Module):
     def scores(self, q: Tensor, k: Tensor, row: int, column: int) -> Tensor:
         scores = q @ k.mT
         if self.causal:
-            rows, columns = (torch.arange(n) for n in scores.shape[-2:])
+            rows, columns = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
             scores = scores.masked_fill(columns + column > rows[:, None] + row, -1e30)
         return scores
 

@@ -92,7 +92,8 @@ class TakesTheLengthOfItsCache(Packed):
         if past_kv is not None:
             k, v = (torch.cat(pair, -2) for pair in zip(past_kv, (k, v), strict=True))
         scores = self.scores(q, k)
-        future = torch.arange(k.size(-2)) > torch.arange(q.size(-2))[:, None] + cache_len
+        places = torch.arange(k.size(-2), device=x.device)
+        future = places > places[: q.size(-2), None] + cache_len
         return self.end(scores.masked_fill(future, -torch.inf), v), (k, v)
 
 

@@ -47,7 +47,7 @@ class InWindows(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Where the moved image has an edge in a window, (windows, 1, tokens, tokens)."""
-        region = torch.zeros(1, *x.shape[1:3], 1)
+        region = x.new_zeros(1, *x.shape[1:3], 1)
         edges = slice(0, -self.window_size), slice(-self.window_size, -self.shift), slice(-self.shift, None)
         for number, (rows, columns) in enumerate((rows, columns) for rows in edges for columns in edges):
             region[:, rows, columns] = number

@@ -12,6 +12,7 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.branches import RAN
+from equivalence_tests.checker.reach.left_on_cpu import LEFT
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
@@ -132,7 +133,7 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
     with torch.set_grad_enabled(gradients):
         with keeping_state(call.module):
             torch.default_generator.manual_seed(5)
-            theirs = layout.tokens(RAN.watching(call.function)(*args, **kwargs)).double()
+            theirs = layout.tokens(LEFT.watching(RAN.watching(call.function))(*args, **kwargs)).double()
         if bool(theirs.isnan().any()):
             raise UnreadError("it gives NaN")
         values = layout.values(call, instead)

@@ -600,7 +600,7 @@ class CapsItsScores(Base):
         self.logit_softcapping = 20.0
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        future = torch.ones(q.size(2), k.size(2)).triu(1).bool()
+        future = q.new_ones(q.size(2), k.size(2)).triu(1).bool()
         cap = self.logit_softcapping
         return (cap * torch.tanh(super().scores(q, k) / cap)).masked_fill(future, -torch.inf)
 

@@ -100,7 +100,7 @@ class Model(nn.Module):
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids):
-        x = self.embed(ids) + self.places(torch.arange(ids.size(1)))
+        x = self.embed(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(x)

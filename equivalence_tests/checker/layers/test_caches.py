@@ -24,7 +24,7 @@ class CachedAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        hidden = torch.ones(k.size(2), k.size(2), dtype=torch.bool).triu(1)[-q.size(2) :]
+        hidden = q.new_ones(k.size(2), k.size(2)).triu(1)[-q.size(2) :].bool()
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
 
@@ -162,14 +162,14 @@ class NeedsState(CachedAttention):
     kept_first = True
 
     def empty_state(self, batch_size: int) -> Cache:
-        none = torch.zeros(batch_size, self.n_heads, 0, self.out.in_features // self.n_heads)
+        none = self.out.weight.new_zeros(batch_size, self.n_heads, 0, self.out.in_features // self.n_heads)
         return none, none
 
     def forward(self, x: Tensor, state: Cache) -> tuple[Tensor, Cache]:  # type: ignore[override]
         earlier_keys, earlier_values = state
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         k, v = torch.cat([earlier_keys, k], 2), torch.cat([earlier_values, v], 2)
-        parts = [torch.zeros(q.size(2), earlier_keys.size(2)), torch.ones(q.size(2), q.size(2)).triu(1)]
+        parts = [q.new_zeros(q.size(2), earlier_keys.size(2)), q.new_ones(q.size(2), q.size(2)).triu(1)]
         mask = torch.cat(parts if self.kept_first else parts[::-1], -1).bool()
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(mask, -torch.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)

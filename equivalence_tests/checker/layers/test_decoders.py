@@ -94,7 +94,7 @@ class Decoder(nn.Module):
             mask = torch.triu(torch.full((n, n), -torch.inf), diagonal=1)
             mask = torch.hstack([torch.zeros(n, start_pos), mask]).type_as(h)
         for layer in self.layers:
-            h = layer(h, start_pos, self.freqs_cis[start_pos : start_pos + n], mask)
+            h = layer(h, start_pos, self.freqs_cis[start_pos : start_pos + n].to(h.device), mask)
         return self.output(self.norm(h)).float()
 
 
@@ -350,7 +350,7 @@ class Translates(nn.Module):
         hidden = self.transformer(
             self.placed(self.source(source)),
             self.placed(self.target(target)),
-            tgt_mask=torch.ones(target.size(1), target.size(1), dtype=torch.bool).triu(1),
+            tgt_mask=target.new_ones(2 * [target.size(1)]).triu(1).bool(),
             src_key_padding_mask=~source_valid_mask,
             memory_key_padding_mask=self.of_the_memory(source_valid_mask),
         )

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         q, k = (y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin for y in (q, k))
-        hidden = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+        hidden = x.new_ones(x.size(1), x.size(1)).triu(1).bool()
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
         attended: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         return attended

@@ -68,7 +68,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(d_model, 5)
 
     def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.size(1)))
+        x = self.embed(ids) + self.position(torch.arange(ids.size(1), device=ids.device))
         x = x * (ids != 0).unsqueeze(-1)
         return self.head(self.layer(x))
 """
@@ -162,7 +162,7 @@ class SASRec(nn.Module):
         places = np.tile(np.array(range(log_seqs.shape[1])), [log_seqs.shape[0], 1])
         seqs += self.pos_emb(torch.LongTensor(places + 1))
         seqs *= ~torch.BoolTensor(log_seqs.cpu() == 0).unsqueeze(-1)
-        hidden = ~torch.tril(torch.ones(seqs.shape[1], seqs.shape[1], dtype=torch.bool))
+        hidden = ~torch.tril(seqs.new_ones(seqs.shape[1], seqs.shape[1])).bool()
         for norm, attend, norm2, fed in zip(self.norms, self.attention, self.norms2, self.fed):
             asks = norm(seqs)
             seqs = asks + attend(asks, seqs, seqs, attn_mask=hidden)[0]
@@ -221,7 +221,7 @@ def test_items_that_are_joined_otherwise_are_not_passed_over(old: str, new: str,
 
 
 def test_a_query_that_is_hidden_may_see_its_own_key(tmp_path: Path) -> None:
-    rows = "    s = s.masked_fill(~mask[:, None, :, None], 0.0)\n        s = s.masked_fill(torch.ones(s.shape[-2:])"
+    rows = "    s = s.masked_fill(~mask[:, None, :, None], 0.0)\n        s = s.masked_fill(s.new_ones(s.shape[-2:])"
     text = TEXT.replace("        return", f"        {rows}.triu(1).bool(), -torch.inf)\n        return", 1)
     said = report_on(text, "EncoderLayer", tmp_path)
     assert said.startswith("equal"), said
@@ -261,8 +261,8 @@ class Recommender(nn.Module):
 
     def forward(self, items: Tensor) -> Tensor:
         n = items.size(1)
-        x = self.items(items) + self.places(torch.arange(n))
-        causal = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
+        x = self.items(items) + self.places(torch.arange(n, device=items.device))
+        causal = torch.triu(items.new_ones(n, n), 1).bool()
         x = self.encoder(x, mask=causal, src_key_padding_mask=self.padding(items))
         return self.out(x)
 

@@ -43,7 +43,7 @@ class TimedModel(nn.Module):
         self.layer = nn.TransformerEncoderLayer(dim, n_heads, 3 * dim, batch_first=True)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        rates = torch.exp(torch.arange(self.dim // 2, dtype=torch.float32) / self.dim)
+        rates = torch.exp(torch.arange(self.dim // 2, dtype=torch.float32, device=t.device) / self.dim)
         angles = t[:, None].float() * rates
         steps = self.time(torch.cat([angles.cos(), angles.sin()], -1))
         encoded: Tensor = self.layer(self.embed(x) + steps[:, None])

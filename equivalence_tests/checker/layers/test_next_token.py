@@ -27,7 +27,7 @@ class Reads(nn.Module):
 
     def read(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """The stage that others replace."""
-        embedded = self.embedding(ids) + self.positions(torch.arange(ids.size(1)))
+        embedded = self.embedding(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
         found: Tensor = self.layer(embedded, src_mask=mask)
         return found
 
@@ -107,7 +107,7 @@ class ShiftsWhatItMustBeGiven(Reads):
     """Right: it hides later tokens, and makes a loss where it is given what is predicted, and not None."""
 
     def forward(self, ids: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        logits = self.head(self.read(ids, torch.ones(ids.size(1), ids.size(1)).triu(1).bool()))
+        logits = self.head(self.read(ids, ids.new_ones(ids.size(1), ids.size(1)).triu(1).bool()))
         if y is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -244,7 +244,7 @@ class OfPlacesBeside(nn.Module):
         return logits.flatten(0, 1)
 
     def future(self, length: int) -> Tensor | None:
-        return torch.ones(length, length).triu(1).bool()
+        return self.logits.weight.new_ones(length, length).triu(1).bool()
 
 
 class SeesTheFutureBeside(OfPlacesBeside):
@@ -269,7 +269,7 @@ class GivesALossToo(Reads):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def hidden(self, ids: Tensor, targets: Tensor | None) -> Tensor | None:
-        return torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
+        return ids.new_ones(ids.size(1), ids.size(1)).triu(1).bool()
 
 
 class SeesTheFutureWithTargets(GivesALossToo):

@@ -582,7 +582,7 @@ class CausalModel(nn.Module):
 
     def hidden(self, length: int) -> Tensor:
         """The stage that defects replace."""
-        return torch.ones(length, length).triu(1).bool()
+        return next(self.parameters()).new_ones(length, length).triu(1).bool()
 
 
 class OneRowCausalModel(CausalModel):
@@ -1287,7 +1287,7 @@ class BlockWithItsOwnMask(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
     def hidden(self, length: int) -> Tensor:
-        return torch.ones(length, length).triu(1).bool()
+        return self.norm.weight.new_ones(length, length).triu(1).bool()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -1630,7 +1630,7 @@ class PositionalEncoding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cat([self.first.expand(x.size(0), -1, -1), x], 1)
-        return x + self.table(torch.arange(x.size(1)))
+        return x + self.table(torch.arange(x.size(1), device=x.device))
 
 
 class ReadsItsFirstToken(nn.Module):
@@ -1663,7 +1663,7 @@ class TiedByALambda(nn.Module):
         self.head: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.embedding.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        mask = torch.full((ids.size(1), ids.size(1)), float("-inf")).triu(1)
+        mask = torch.full((ids.size(1), ids.size(1)), float("-inf"), device=ids.device).triu(1)
         x = self.embedding(ids) + self.positions.weight[: ids.size(1)]
         logits: Tensor = self.head(self.norm(self.layer(x, src_mask=mask if self.is_masked else None)))
         return logits

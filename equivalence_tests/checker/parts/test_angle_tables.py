@@ -17,11 +17,11 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.base = dim, base
 
-    def frequencies(self) -> Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2).double() / self.dim)
+    def frequencies(self, positions: Tensor) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=positions.device).double() / self.dim)
 
     def angles(self, positions: Tensor) -> Tensor:
-        return (positions[..., None] * self.frequencies()).repeat(1, 1, 2)
+        return (positions[..., None] * self.frequencies(positions)).repeat(1, 1, 2)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = self.angles(position_ids)
@@ -32,13 +32,13 @@ class Cached(RotaryEmbedding):
     """Right: kept for many positions, and cut to a length; sines come first."""
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        angles = self.angles(torch.arange(64)[None])[None]
+        angles = self.angles(torch.arange(64, device=x.device)[None])[None]
         return angles.sin()[:, :, :seq_len], angles.cos()[:, :, :seq_len]
 
 
 class TooSlow(RotaryEmbedding):
-    def frequencies(self) -> Tensor:
-        return self.base ** -(torch.arange(0, self.dim, 2).double() / (2 * self.dim))
+    def frequencies(self, positions: Tensor) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=positions.device).double() / (2 * self.dim))
 
 
 class FromOne(RotaryEmbedding):

@@ -192,12 +192,12 @@ def test_ours_and_torchs_are_right(found: Callable[..., Any]) -> None:
 
 
 def batch_causal_mask(batch_size: int, seq_len: int, padding: Tensor) -> Tensor:
-    causal = torch.ones(seq_len, seq_len).tril().bool().expand(batch_size, -1, -1)
+    causal = padding.new_ones(seq_len, seq_len).long().tril().bool().expand(batch_size, -1, -1)
     return causal & ~padding[:, None]
 
 
 def additive_mask(key_padding: Tensor) -> Tensor:
-    hidden = key_padding.bool()[:, None] | torch.ones(2 * [key_padding.size(1)]).triu(1).bool()
+    hidden = key_padding.bool()[:, None] | key_padding.new_ones(2 * [key_padding.size(1)]).long().triu(1).bool()
     return torch.where(hidden, -torch.inf, 0.0)
 
 
@@ -237,7 +237,7 @@ def makeMaskOf(ids: Tensor, option: str) -> Tensor:  # noqa: N802
     if option == "padding":
         mask = (ids != 0)[:, None, None]
     elif option == "ahead":
-        mask = (ids != 0)[:, None, None] & torch.ones(ids.size(1), ids.size(1)).tril().bool()
+        mask = (ids != 0)[:, None, None] & ids.new_ones(ids.size(1), ids.size(1)).tril().bool()
     return mask
 
 

@@ -106,8 +106,8 @@ class RotaryPositionalEncoding(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = torch.arange(x.size(-2)).double()[:, None] / self.base ** (
-            torch.arange(0, x.size(-1), 2).double() / x.size(-1)
+        angles = torch.arange(x.size(-2)).to(x)[:, None] / self.base ** (
+            torch.arange(0, x.size(-1), 2).to(x) / x.size(-1)
         )
         a, b = x[..., ::2], x[..., 1::2]
         return torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).flatten(-2)
@@ -293,8 +293,8 @@ class PositionsFromOne(nn.Module):
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        pos = torch.arange(1.0, x.size(1) + 1)[:, None]
-        angles = pos * 10000.0 ** -(torch.arange(0, self.d_model, 2) / self.d_model)
+        pos = torch.arange(1.0, x.size(1) + 1).to(x)[:, None]
+        angles = pos * 10000.0 ** -(torch.arange(0, self.d_model, 2).to(x) / self.d_model)
         return x + torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[:, : self.d_model]
 
 

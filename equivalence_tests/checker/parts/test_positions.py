@@ -80,7 +80,7 @@ class LearnedPositionalEmbedding(nn.Module):
         self.table = nn.Embedding(max_len, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(x.size(1)))
+        return x + self.table(torch.arange(x.size(1), device=x.device))
 
 
 class TableOfPositions(nn.Embedding):
@@ -90,7 +90,7 @@ class TableOfPositions(nn.Embedding):
         super().__init__(max_len, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.arange(x.size(1)).expand(x.shape))
+        return super().forward(torch.arange(x.size(1), device=x.device).expand(x.shape))
 
 
 class TableForAShape(nn.Embedding):
@@ -258,7 +258,7 @@ def test_a_module_that_is_told_all_in_the_call_is_read() -> None:
 
 
 def sines_of(numbers: Tensor, width: int) -> Tensor:
-    angles = numbers.reshape(-1)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
+    angles = numbers.reshape(-1)[:, None] / 10000 ** (torch.arange(0, width, 2).to(numbers) / width)
     return torch.cat((angles.sin(), angles.cos()), -1)
 
 

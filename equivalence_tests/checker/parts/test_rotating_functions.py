@@ -28,8 +28,8 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
 
 def apply_rope(x: Tensor) -> Tensor:
     """Right: makes the angles itself, for (batch, len, heads, head_dim)."""
-    steps = 10_000.0 ** (-torch.arange(0, x.size(-1), 2) / x.size(-1))
-    angles = (torch.arange(x.size(1))[:, None] * steps).repeat(1, 2)[:, None]
+    steps = 10_000.0 ** (-torch.arange(0, x.size(-1), 2, device=x.device) / x.size(-1))
+    angles = (torch.arange(x.size(1), device=x.device)[:, None] * steps).repeat(1, 2)[:, None]
     return x * angles.cos() + turned(x) * angles.sin()
 
 

@@ -21,8 +21,8 @@ class Rotating(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def angles(self, x: Tensor) -> Tensor:
-        steps = self.theta ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
-        return torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+        steps = self.theta ** -(torch.arange(0, x.size(-1), 2).to(x) / x.size(-1))
+        return torch.outer(torch.arange(x.size(-2)).to(x), steps)
 
     def laid_out(self, angles: Tensor) -> Tensor:
         return torch.cat((angles, angles), -1)

@@ -806,7 +806,7 @@ class LooksUpAllPlaces(nn.Module):
         self.output = nn.Linear(embed_dim, num_items + 2)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = self.item_embedding(x) + self.pos_embedding(torch.arange(20)[None])
+        x = self.item_embedding(x) + self.pos_embedding(torch.arange(20, device=x.device)[None])
         return self.output(self.transformer(x, src_key_padding_mask=mask))
 
 

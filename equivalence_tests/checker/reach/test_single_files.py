@@ -87,7 +87,7 @@ class PositionalEmbedding(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(table, freeze=True)
 
     def forward(self, x):
-        return self.embedding(torch.arange(x.size(1)))
+        return self.embedding(torch.arange(x.size(1), device=x.device))
 """
 BANDED = """
 class WindowAttention(nn.Module):
@@ -285,7 +285,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        future = (~torch.ones(x.size(1), x.size(1), dtype=torch.bool)).triu(1)
+        future = (x.new_ones(x.size(1), x.size(1)) == 0).triu(1)
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(future, float("-inf"))
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 """
@@ -424,8 +424,8 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(cfg.n_embd, 3 * cfg.n_embd), nn.Linear(cfg.n_embd, cfg.n_embd)
 
     def rotated(self, x, start):
-        steps = torch.arange(0, x.size(-1), 2) / x.size(-1)
-        angles = torch.outer(torch.arange(start, start + x.size(2)), 10000.0**-steps).repeat(1, 2)
+        steps = torch.arange(0, x.size(-1), 2).to(x) / x.size(-1)
+        angles = torch.outer(torch.arange(start, start + x.size(2)).to(x), 10000.0**-steps).repeat(1, 2)
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
@@ -436,7 +436,7 @@ class Attention(nn.Module):
             q, k = self.rotated(q, START), self.rotated(k, START)
         if layer_past is not None:
             k, v = torch.cat((layer_past[0], k), 2), torch.cat((layer_past[1], v), 2)
-        future = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu(1 + past)
+        future = q.new_ones(q.size(2), k.size(2)).triu(1 + past).bool()
         scores = (q @ k.mT / math.sqrt(k.size(-1))).masked_fill(future, -math.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
 """
@@ -453,7 +453,7 @@ class Attention(nn.Module):
         if self.asked.use_flash:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+            future = x.new_ones(x.size(1), x.size(1)).triu(1).bool()
             scores = q @ k.mT / math.sqrt(k.size(-1))
             y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
@@ -508,9 +508,9 @@ class Model(nn.Module):
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, y=None, start=None):
-        places = torch.arange(ids.size(1)) + (0 if start is None else start - 1)
+        places = torch.arange(ids.size(1), device=ids.device) + (0 if start is None else start - 1)
         x = self.tokens(ids) + self.places(places)
-        hidden = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
+        hidden = ids.new_ones(ids.size(1), ids.size(1)).triu(1).bool()
         z = self.norm(x)
         logits = self.head(x + self.attn(z, z, z, attn_mask=hidden, need_weights=False)[0])
         return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())

@@ -37,7 +37,7 @@ def cross_pad_mask(seq_q: Tensor, seq_k: Tensor) -> Tensor:
 def target_mask(tgt: Tensor, pad: int) -> Tensor:
     """Right: (batch, 1, query, key), 1 = may look."""
     size = tgt.size(1)
-    return ((tgt != pad)[:, None, None] & torch.ones(size, size).tril().bool()).long()
+    return ((tgt != pad)[:, None, None] & tgt.new_ones(size, size).tril().bool()).long()
 
 
 def all_masks(src: Tensor, tgt: Tensor) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ def all_masks(src: Tensor, tgt: Tensor) -> tuple[Tensor, ...]:
 
 def mask_from_lengths(lengths: Tensor, max_len: int | None = None) -> Tensor:
     """Right: (batch, key), True = may look."""
-    return torch.arange(max_len or int(lengths.max())) < lengths[:, None]
+    return torch.arange(max_len or int(lengths.max())).to(lengths) < lengths[:, None]
 
 
 def window_mask(size: int, window: int) -> Tensor:

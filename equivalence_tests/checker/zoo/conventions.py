@@ -46,7 +46,7 @@ class Stages(nn.Module):
 
     def future(self, length: int) -> Tensor:
         """What a causal mask hides."""
-        return torch.ones(length, length, dtype=torch.bool).triu(1)
+        return next(self.parameters()).new_ones(length, length).triu(1).bool()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """The chain: split, compare, weigh, merge."""

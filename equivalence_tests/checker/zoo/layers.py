@@ -171,7 +171,7 @@ class TranslationModel(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """The stage that defects replace."""
-        return self.embedding(ids) + self.positions(torch.arange(ids.size(1)))
+        return self.embedding(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
 
     def encode(self, x: Tensor) -> Tensor:
         """The stage that defects replace."""
@@ -181,7 +181,7 @@ class TranslationModel(nn.Module):
 
     def future(self, length: int) -> Tensor | None:
         """The stage that defects replace: True = may not look."""
-        return torch.ones(length, length).triu(1).bool()
+        return self.norm.weight.new_ones(length, length).triu(1).bool()
 
     def last_norm(self, x: Tensor) -> Tensor:
         """The stage that defects replace."""
@@ -233,7 +233,7 @@ class PlanningModel(nn.Module):
         batch, length, _ = seen.shape
         places = self.positions(steps)
         x = torch.stack([self.see(seen) + places, self.do(done) + places], dim=2).flatten(1, 2)
-        hidden = torch.ones(2 * length, 2 * length).triu(1).bool().expand(batch, -1, -1)  # True = may not look
+        hidden = seen.new_ones(2 * length, 2 * length).triu(1).bool().expand(batch, -1, -1)  # True = may not look
         if pad_mask is not None:
             pad_mask = self.of_tokens(pad_mask)
             hidden = hidden | pad_mask[:, None]

@@ -45,7 +45,7 @@ SCORES = "scores = q @ k.mT / math.sqrt(q.size(-1))\n"
 CAUSAL = ITSELF.replace(
     SCORES,
     SCORES
-    + "        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)\n"
+    + "        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)\n"
     + "        scores = scores.masked_fill(future, -math.inf)\n",
 )
 PADDED = CROSS.replace("mask=None", "key_padding_mask=None").replace(
@@ -56,7 +56,7 @@ PADDED = CROSS.replace("mask=None", "key_padding_mask=None").replace(
 LENGTHS = CROSS.replace("mask=None", "lengths=None").replace(
     "if mask is not None:\n            scores = scores.masked_fill(mask, -math.inf)",
     "if lengths is not None:\n"
-    "            hidden = torch.arange(k.size(2)) >= lengths[:, None]\n"
+    "            hidden = torch.arange(k.size(2), device=k.device) >= lengths[:, None]\n"
     "            scores = scores.masked_fill(hidden[:, None, None, :], -math.inf)",
 )
 PACKED = (
