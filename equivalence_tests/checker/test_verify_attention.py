@@ -358,7 +358,6 @@ class MayLookElsewhere(OfItself):
 
 
 RIGHT = (
-    SharedMask,
     MapsOfHeadsFirst,
     TwoMasks,
     OfItself,
@@ -374,6 +373,12 @@ RIGHT = (
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
+
+
+def test_a_mask_that_all_samples_share_is_listed() -> None:
+    report = verify(SharedMask)
+    assert report.verdict == "partial", str(report)
+    assert [one.what for one in report.not_exercised] == ["mask for each sample"]
 
 
 def test_what_the_code_refuses_is_listed_as_not_run() -> None:

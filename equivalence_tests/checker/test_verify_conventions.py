@@ -17,7 +17,7 @@ class CausalUnlessToldOtherwise(OfItself):
 
     def forward(self, x: Tensor, attn_mask: Any = None) -> Tensor:
         q, k = self.split(self.q(x)), self.split(self.k(x))
-        blocked = torch.ones(x.size(1), x.size(1)).triu(1) > 0 if attn_mask is None else attn_mask.mask
+        blocked = x.new_ones(x.size(1), x.size(1)).triu(1) > 0 if attn_mask is None else attn_mask.mask
         return self.mixed((q @ k.mT / q.size(-1) ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1), x)
 
 
@@ -31,7 +31,7 @@ def test_a_mask_may_be_held_by_an_object_and_take_the_place_of_the_causal_mask()
 class CausalUnlessPadded(OfItself):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         q, k = self.split(self.q(x)), self.split(self.k(x))
-        blocked = torch.ones(x.size(1), x.size(1)).triu(1) > 0 if padding is None else padding[:, None, None, :]
+        blocked = x.new_ones(x.size(1), x.size(1)).triu(1) > 0 if padding is None else padding[:, None, None, :]
         return self.mixed((q @ k.mT / q.size(-1) ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1), x)
 
 

@@ -26,7 +26,8 @@ class Turns(nn.Module):
     def turned(self, x: Tensor, sign: float) -> Tensor:
         pairs = x.unflatten(-1, (-1, 2))
         beside = torch.stack([-pairs[..., 1], pairs[..., 0]], -1)
-        angles = sign * torch.arange(x.size(1))[:, None] * 10000 ** -torch.linspace(0, 1, pairs.size(-2) + 1)[:-1]
+        steps = 10000 ** -torch.linspace(0, 1, pairs.size(-2) + 1, device=x.device)[:-1]
+        angles = sign * torch.arange(x.size(1), device=x.device)[:, None] * steps
         turned = torch.einsum(self.equation, pairs, angles.cos()) + torch.einsum(self.equation, beside, angles.sin())
         return turned.flatten(-2)
 

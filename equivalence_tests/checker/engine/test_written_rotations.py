@@ -19,9 +19,9 @@ class Strided(nn.Module):
         return a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
 
     def rotated(self, x: Tensor) -> Tensor:
-        steps = 10000.0 ** (-torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
+        steps = 10000.0 ** (-torch.arange(0, x.size(-1), 2).to(x) / x.size(-1))
         out = torch.empty_like(x)
-        first, second = self.pairs(x[..., 0::2], x[..., 1::2], torch.arange(x.size(2), dtype=x.dtype)[:, None] * steps)
+        first, second = self.pairs(x[..., 0::2], x[..., 1::2], torch.arange(x.size(2)).to(x)[:, None] * steps)
         out[..., 0::2] = first
         out[..., 1::2] = second
         return out

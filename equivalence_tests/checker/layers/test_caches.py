@@ -107,7 +107,7 @@ class HandsBackTheNewTokens(CachedAttention):
             k, v = self.joined(past[0], k), torch.cat([past[1], v], 2)
         scores = q @ k.mT * scale
         if past is None:
-            scores = scores.masked_fill(torch.ones(q.size(2), q.size(2)).triu(1).bool(), -torch.inf)
+            scores = scores.masked_fill(q.new_ones(q.size(2), q.size(2)).triu(1).bool(), -torch.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), present
 
     def joined(self, old: Tensor, new: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class Attention(nn.Module):
         new = (k, v)
         if {is_there}:
             k, v = (torch.cat([old, x], 2) for old, x in zip({old}, new))
-        hidden = torch.ones(k.size(2), k.size(2)).triu(1).bool()[-q.size(2):]
+        hidden = k.new_ones(k.size(2), k.size(2)).triu(1).bool()[-q.size(2):]
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
         {keeps}
         return {back}

@@ -75,7 +75,7 @@ def test_what_is_unproven_is_no_finding() -> None:
     assert (report.verdict, report.findings, report.mistakes) == ("unchecked", [], ("scale_missing",))
     assert "suspected but could not be proven" in report.reason
     proven = replace(found, proof=Proof(1e-16, 0.5, 20))
-    for complete, left in ((False, [found, proven]), (True, [proven])):
+    for complete, left in ((False, [proven, found]), (True, [proven])):
         report = Report("block", verdict="deviates", findings=[found, proven])
         accuse_with_proof(report, complete)
         assert (report.verdict, report.findings) == ("deviates", left)

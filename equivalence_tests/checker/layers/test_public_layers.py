@@ -501,7 +501,8 @@ class ScalesByATensor(nn.Module):
         self.scale = torch.sqrt(torch.FloatTensor([d_model]))
 
     def forward(self, src: Tensor) -> Tensor:
-        return self.encoder(self.tokens(src) * self.scale + self.positions(torch.arange(src.size(1))))
+        places = self.positions(torch.arange(src.size(1), device=src.device))
+        return self.encoder(self.tokens(src) * self.scale.to(src.device) + places)
 
 
 class ScalesByAParameter(ScalesByATensor):
@@ -566,7 +567,7 @@ class TwoAttentions(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.size(1)))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
         x = self.norm1(x + self.attention1(x, x, x)[0])
         return self.norm2(x + getattr(self, self.second)(x, x, x)[0])
 

@@ -20,7 +20,7 @@ class Sentences(nn.Module):
         return places[None].expand(batch, -1, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = self.places(torch.arange(ids.size(1)))
+        places = self.places(torch.arange(ids.size(1), device=ids.device))
         x = self.tokens(ids) + self.laid_out(places, len(ids))
         for layer in self.layers:
             x = layer(x)
