@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from equivalence_tests.checker.reach.errors import ASKED_FOR
+
 T = TypeVar("T")
-# What torch says where there is no GPU, and where tensors of the code lie on one: those that it is given do not.
-ASKED_FOR = re.compile(
-    r"not compiled with (CUDA|XPU)|no NVIDIA driver|No CUDA GPUs|support for mps|'MPS' backend|"
-    r"on the same device.*(cuda|mps|xpu)"
-)
 GPU = re.compile(r"^(cuda|mps|xpu)(:\d+)?$")
 MOVING = (Tensor.cuda, Tensor.xpu)
 KINDS = ("FloatTensor", "LongTensor", "BoolTensor", "ByteTensor")
