@@ -94,6 +94,11 @@ class Evidence(Conventions):
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
 
+    def own_mask(self) -> Departure | None:
+        """A pattern that the code hides by itself, which the name of its class may ask for."""
+        found = super().own_mask()
+        return found if found is None or found.evidence else replace(found, evidence=self._as_named(found))
+
     def of(self, departure: Departure) -> str:
         """Say why a departure is intended; "" if nothing says that."""
         if self._is_of_wide_weights(departure):

@@ -349,6 +349,7 @@ MASKS = (
         "It hides keys by a pattern that torch's formula does not have.",
         "softmax(scores.masked_fill(a pattern, -inf))",
         "Remove the pattern, or make it an argument or a setting whose name says what it hides.",
+        on_purpose_in="Locality self-attention (LSA), whose tokens do not see their own keys.",
     ),
     _causal(
         "causal_sees_one_ahead",

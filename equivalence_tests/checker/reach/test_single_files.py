@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
 """
 LOCAL = """
-class LocalityAttention(nn.Module):
+class LSA(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
@@ -338,7 +338,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LocalityAttention")),
+        *((CONFIG, "Attention"), (SQUARE, "SelfAttention"), (ROTARY, "Attention"), (LOCAL, "LSA")),
         *((LOGS.replace("INPLACE", "False"), "Attention"), (TEMPERED, "Attention"), (SETS, "ISAB")),
         (WINDOWS.replace("END", "x.size(1)"), "WindowedAttention"),
         *((INLINE.replace("KEYS", "k"), "Layer"), (SEQUENCES.replace("DIAGONAL", ""), "SASRec")),
