@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import builtin
 import scratch
 from equivalence_tests import Adapter, first_divergence, parametrize_with_checks, randomize_parameters, verify
+from equivalence_tests.checker.reporting.report import Report
 from scratch import attention
 
 
@@ -215,3 +216,10 @@ def test_items_fail_with_the_report_and_skip_with_the_reason() -> None:
         items["NoScale-diagnosis"]()
     with pytest.raises(pytest.skip.Exception, match="because it is frozen"):
         items["NoGradient-check_gradients"]()
+
+
+def test_layers_without_a_program_say_nothing_of_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread, equal = Report("Attention", conventions=[("heads", "6", "")]), Report("Attention", verdict="equal")
+    monkeypatch.setattr("equivalence_tests.checker.verify.examine_attention", lambda *_: unread)
+    monkeypatch.setattr("equivalence_tests.checker.verify.examine_layers", lambda *_: equal)
+    assert verify(type("Attention", (nn.Identity,), {})).verdict == "unchecked"

@@ -22,12 +22,18 @@ NO_TENSOR = re.compile(r"argument '\w+' \(position \d+\) must be Tensor, not (in
 OF_A_SHAPE = re.compile(r"\w+\.(size\([^()]*\)|shape\[[^][]*\])|len\(\w+\)")
 
 
+# What torch says of a view that a copy would have to stand for; of one token, it says nothing.
+NOT_VIEWED = re.compile(r"view size is not compatible with input tensor's size and stride")
+TRANSPOSES = re.compile(r"\.(transpose|permute|swapaxes|swapdims|movedim)\(|\.m?T\b")
+
+
 class Fault(NamedTuple):
     """Why no other call would do, what to change, and where, if not in the line that raises."""
 
     why: str
     fix: str
     place: Place | None = None
+    may_run: bool = False  # whether a call of another shape may not raise it
 
 
 def misfit(text: str, last: TracebackType) -> Fault | None:
@@ -37,8 +43,18 @@ def misfit(text: str, last: TracebackType) -> Fault | None:
     for part in _parts_of_tuples(last) if "tuple" in text else ():
         if _stays(part, last):
             return Fault(f"{ast.unparse(part)} returns a tuple in every call", "Take the tensor out of it first.")
+    if NOT_VIEWED.search(text) and any(_is_transposed(x, last) for x in _failing_call(last)):
+        return Fault("what it views was transposed, and is not contiguous", "Use reshape.", may_run=True)
     name = _root_of_a_size(last) if NO_TENSOR.search(text) else ""
     return Fault("a size is a number in every call", f"Use math.{name}.") if name else None
+
+
+def _is_transposed(call: ast.Call, last: TracebackType) -> bool:
+    """Whether what a method is called on was transposed by the code itself: in this line, or where it is assigned."""
+    owner = getattr(call.func, "value", None)
+    assigned = (pair for node in ast.walk(function_of(last) or call) for pair in assigned_in(node))
+    made = [value for own, value in assigned if owner is not None and ast.unparse(own) == ast.unparse(owner)]
+    return any(TRANSPOSES.search(ast.unparse(one)) for one in (*made, *([owner] if owner is not None else [])))
 
 
 def function_of(last: TracebackType) -> ast.FunctionDef | None:

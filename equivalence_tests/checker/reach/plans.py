@@ -44,6 +44,7 @@ from equivalence_tests.checker.reach.calling import (
 )
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.misfits import NOT_VIEWED
 from equivalence_tests.checker.reach.proposing import (
     JOINED,
     LONGEST,
@@ -119,7 +120,7 @@ def trials_of(
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
-            if layout in OF_STEPS and (found or not plan.may_be_of_a_step):
+            if layout in OF_STEPS and (found or not plan.may_be_of_a_step or any(map(NOT_VIEWED.search, errors))):
                 continue
             if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
                 continue  # without samples there is no vector of each

@@ -16,6 +16,7 @@ from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.plans import MOST_AT_A_CRASH, Errors, trials_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tried import TRIED
+from equivalence_tests.checker.zoo.right import broken
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n\n"
 CLASS = "class Mine(nn.Module):\n    def __init__(self, dim=4):\n        super().__init__()\n"
@@ -336,3 +337,23 @@ def test_the_search_for_a_call_ends_where_each_raises_at_such_a_line(tmp_path: P
     errors = Errors()
     assert list(trials_of(made, Sizes(num_heads=1, head_dim=12), torch.float32, errors)) == []
     assert len(errors) < 2 * MOST_AT_A_CRASH
+
+
+VIEWED = "merged = context.transpose(1, 2).view(x.size(0), x.size(1), -1)"
+VIEWED_LATER = "context = context.transpose(1, 2)\n        merged = context.view(x.size(0), x.size(1), -1)"
+
+
+@pytest.mark.parametrize("merged", [VIEWED, VIEWED_LATER])
+def test_a_view_of_what_was_transposed_raises_for_all_but_one_token(tmp_path: Path, merged: str) -> None:
+    (tmp_path / "mine.py").write_text(broken("itself", (("merged = context.transpose(1, 2).flatten(2)", merged),)))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert (report.verdict, report.mistakes) == ("deviates", ("line_raises",)), str(report)
+    assert report.findings[0].line is not None
+    assert ".view(" in report.findings[0].line.text
+
+
+def test_a_view_that_another_shape_allows_is_none(tmp_path: Path) -> None:
+    merged = "merged = context.transpose(1, 2)\n        "
+    of_one = f"{merged}merged = merged.view(len(x), 1, -1) if x.size(1) == 1 else merged.flatten(2)"
+    (tmp_path / "mine.py").write_text(broken("itself", (("merged = context.transpose(1, 2).flatten(2)", of_one),)))
+    assert not verify(f"{tmp_path / 'mine.py'}:Attention").findings
