@@ -19,7 +19,7 @@ from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import code_lines
 
 LONGEST = 300
-NUMBERS = range(8, 1100)  # a number like these may be one of tokens
+NUMBERS, PAST = range(8, 1100), 7  # a number like these may be one of tokens; and how many are past it
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
 SLIDES = re.compile(r"slid", re.IGNORECASE)
@@ -132,7 +132,15 @@ def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
 
 
-def numbers_in(function: Callable[..., Any]) -> list[int]:
+def telling_lengths(function: Callable[..., Any]) -> dict[int, str]:
+    """Give lengths of which shorter ones say nothing: past each number in the code, and as long as its masks."""
+    buffers = [x for child in _own_modules(function) for x in child.buffers(recurse=False) if x.dim() > 1]
+    masks = {x.size(-1) for x in buffers if x.size(-1) == x.size(-2) and x.size(-1) in NUMBERS}
+    past = {number + PAST: f"lengths beyond {number}" for number in _numbers_in(function)}
+    return dict(sorted((past | {length: f"{length} tokens" for length in masks}).items()))
+
+
+def _numbers_in(function: Callable[..., Any]) -> list[int]:
     """List the whole numbers in the code of a call, and those that it reads from an instance."""
     codes = [code for one in _functions(function) if (code := getattr(one, "__code__", None))]
     read = {name for code in codes for name in code.co_names}

@@ -566,6 +566,20 @@ def test_what_begins_beyond_a_number_is_listed(change: tuple[str, str], what: st
     assert [one.what for one in report.not_exercised if one.what.startswith(what)], report.not_exercised
 
 
+def test_a_mask_that_is_kept_is_compared_as_far_as_it_reaches(tmp_path: Path) -> None:
+    kept = (
+        ("self.num_heads = num_heads\n", "self.num_heads = num_heads\n        self.register_buffer('kept', HOLED)\n"),
+        (
+            "weights = scores",
+            "may = self.kept[: x.size(1), : x.size(1)] > 0\n        weights = scores.masked_fill(~may, -1e9)",
+        ),
+    )
+    for hole, what in ((0, []), (1, ["50 tokens"])):
+        head = f"import torch\nHOLED = torch.ones(50, 50).tril()\nHOLED[45:, 40] -= {hole}\n"
+        (tmp_path / f"mine{hole}.py").write_text(head + broken("itself", kept))
+        assert [one.what for one in verify(f"{tmp_path}/mine{hole}.py:Attention").not_exercised] == what
+
+
 def test_what_is_done_in_chunks_of_a_number_is_listed() -> None:
     assert [one.what for one in verify(ChunksOfTen).not_exercised] == ["lengths beyond 10"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
-from equivalence_tests.checker.engine.lengths import numbers_in
+from equivalence_tests.checker.engine.lengths import telling_lengths
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line, drops
 from equivalence_tests.checker.engine.same import MEASURED, TABLE
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of, trials_for
@@ -57,7 +57,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
-PAST, LOUD = 7, 10  # tokens beyond a number, and by what inputs are multiplied
+LOUD = 10  # by what inputs are multiplied
 MANY = 12  # windows of images, in rows and columns
 OTHER_NUMBERS = "the program written from it gives other numbers"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
@@ -118,14 +118,13 @@ class Held:
         return computed
 
     def differing_beyond(self, holding: Holding) -> Iterator[Exercise]:
-        """List the first number in the code beyond which it gives other numbers than the program, and large inputs."""
+        """List the first length at which it gives other numbers than the program, and large inputs where those do."""
         trial, bound = self.situation.trial, holding.comparison.tolerance
         with kept_parameters(self.situation.subject.module):
-            for number in numbers_in(trial.function):
-                length = number + PAST
+            for length, what in telling_lengths(trial.function).items():
                 differs = self._differs(holding, trial.inputs(length, length, seed=51))
                 if differs:
-                    yield Exercise(f"lengths beyond {number}", False, f"with {length} tokens {differs}")
+                    yield Exercise(what, False, f"with {length} tokens {differs}")
                     break
             loud = self._differs(holding, trial.inputs(seed=52).scaled(LOUD)) if bound == EXACT else ""
             if loud:

@@ -595,6 +595,18 @@ class TransposedCausalModel(CausalModel):
         return super().hidden(length).mT
 
 
+class Neighbours(CausalModel):
+    """No model that predicts the next token: each token sees those of its own block."""
+
+    def hidden(self, length: int) -> Tensor:
+        blocks = torch.arange(length, device=self.pe.device) // 4
+        return blocks[:, None] != blocks
+
+
+def test_a_mask_that_torch_itself_looks_at_is_no_claim_to_be_causal() -> None:
+    assert "future_is_seen" not in verify(Neighbours).mistakes
+
+
 def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
     report = verify(CausalModel)
     assert report.verdict == "equal", str(report)
