@@ -1276,7 +1276,7 @@ class HidesByItself(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def sees(self, queries: int, keys: int) -> Tensor:
-        return torch.ones(queries, keys).tril() != 0
+        return self.scale.new_ones(queries, keys).tril() != 0
 
     def behind(self, context: Tensor, values: Tensor) -> Tensor:
         return context

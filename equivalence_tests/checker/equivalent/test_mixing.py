@@ -100,14 +100,14 @@ class ScalesItsScoresTwice(ByLinearMaps):
 
 class Causal(ByMatrices):
     def scores(self, x: Tensor) -> Tensor:
-        return super().scores(x).masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
+        return super().scores(x).masked_fill(x.new_ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
 
 
 class CausalWithABias(ByLinearMaps):
     """What its second map adds, it adds to the weights of later keys, too."""
 
     def scores(self, x: Tensor) -> Tensor:
-        return super().scores(x).masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
+        return super().scores(x).masked_fill(x.new_ones(x.shape[-2:]).triu(1).bool(), -torch.inf)
 
 
 class MaskedWithABias(ByLinearMaps):

@@ -53,7 +53,8 @@ class Crash:
     why: str  # why no other call would do
     fix: str  # what to change
     stack: tuple[CodeLine, ...]  # the lines that led there, the one that raised it last
-    avoidable: bool  # whether other calls may run: it came up while the file was imported, or at some shapes alone
+    importing: bool  # whether it came up while the file was imported
+    may_run: bool = False  # whether a call of another shape may not raise it
 
 
 class Crashes:
@@ -96,7 +97,7 @@ class Crashes:
     @property
     def in_calls(self) -> list[Crash]:
         """List those that calls and constructors raised, and that no other call avoids."""
-        return [crash for crash in self.found if not crash.avoidable]
+        return [crash for crash in self.found if not (crash.importing or crash.may_run)]
 
     def met_in(self, errors: Iterable[str]) -> bool:
         """Whether one of these calls ended at a line that raises whatever it is given; others hardly avoid it."""
@@ -111,10 +112,10 @@ def _unparsed(error: SyntaxError, path: str) -> Crash | None:
     """Say where a bracket or string is open, or a sign is none of Python's; a later version may read its f-strings."""
     why, stack = "no version of Python reads it", code_lines(((path, error.lineno or 0, ""),))
     if SIGNS.search(error.msg):
-        return Crash(said(error), why, "Remove this character.", stack, avoidable=True)
+        return Crash(said(error), why, "Remove this character.", stack, importing=True)
     is_open = BRACKETS.search(error.msg) and not IN_STRING.search(f"{error.msg}{error.text}")
     fix = "Close what is open, or remove what closes nothing."
-    return Crash(said(error), why, fix, stack, avoidable=True) if is_open else None
+    return Crash(said(error), why, fix, stack, importing=True) if is_open else None
 
 
 def _last_of_user(error: BaseException) -> TracebackType | None:
@@ -140,10 +141,10 @@ def _is_readable(path: str) -> bool:
 
 def _crash(error: BaseException, fault: Fault) -> Crash:
     """Put the line to change last; where that is another one than raised, the words say which did."""
-    stack, place, avoidable = code_lines(frames_of(error)), fault.place, ABSENCES.importing or fault.may_run
-    if place is None or place[1] in (0, stack[-1].number):
-        return Crash(said(error), fault.why, fault.fix, stack, avoidable)
-    return Crash(f"{said(error)} ({stack[-1]})", fault.why, fault.fix, code_lines(((*place, ""),)), avoidable)
+    stack, place, text = code_lines(frames_of(error)), fault.place, said(error)
+    if place is not None and place[1] not in (0, stack[-1].number):
+        text, stack = f"{text} ({stack[-1]})", code_lines(((*place, ""),))
+    return Crash(text, fault.why, fault.fix, stack, ABSENCES.importing, fault.may_run)
 
 
 def _fault(error: BaseException, last: TracebackType) -> Fault | None:

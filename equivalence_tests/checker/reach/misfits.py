@@ -24,6 +24,7 @@ OF_A_SHAPE = re.compile(r"\w+\.(size\([^()]*\)|shape\[[^][]*\])|len\(\w+\)")
 
 # What torch says of a view that a copy would have to stand for; of one token, it says nothing.
 NOT_VIEWED = re.compile(r"view size is not compatible with input tensor's size and stride")
+COPIES = re.compile(r"\.(contiguous|clone|reshape|flatten)\(")
 TRANSPOSES = re.compile(r"\.(transpose|permute|swapaxes|swapdims|movedim)\(|\.m?T\b")
 
 
@@ -54,7 +55,8 @@ def _is_transposed(call: ast.Call, last: TracebackType) -> bool:
     owner = getattr(call.func, "value", None)
     assigned = (pair for node in ast.walk(function_of(last) or call) for pair in assigned_in(node))
     made = [value for own, value in assigned if owner is not None and ast.unparse(own) == ast.unparse(owner)]
-    return any(TRANSPOSES.search(ast.unparse(one)) for one in (*made, *([owner] if owner is not None else [])))
+    texts = [ast.unparse(one) for one in (*made, owner) if one is not None]
+    return any(map(TRANSPOSES.search, texts)) and not any(map(COPIES.search, texts))
 
 
 def function_of(last: TracebackType) -> ast.FunctionDef | None:
