@@ -1,10 +1,13 @@
 """A decoder's state of one time step looks back at all that an encoder gave, as in Luong's attention."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.right import broken
 
 
 class Looks(nn.Module):
@@ -142,6 +145,14 @@ def test_what_comes_back_is_said_and_written_down_as_one_step() -> None:
     assert report.equivalent is not None
     assert "hidden = hidden.transpose(0, 1)" in report.equivalent.source
     assert "1 query and 6 keys" in str(report)
+
+
+def test_a_query_with_an_axis_of_its_own_may_be_one_of_several(tmp_path: Path) -> None:
+    merged = "merged = context.squeeze(2).unsqueeze(1).flatten(2)"
+    (tmp_path / "mine.py").write_text(broken("cross", (("merged = context.transpose(1, 2).flatten(2)", merged),)))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert report.verdict == "partial", str(report)
+    assert [one.what for one in report.not_exercised] == ["more than one query"]
 
 
 class GatedBehind(nn.Module):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +51,7 @@ from equivalence_tests.checker.reach.calling import WINDOWS, Inputs, Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import Errors
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, source_of
@@ -58,6 +60,8 @@ from equivalence_tests.checker.reporting.report import Report
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 LOUD = 10  # by what inputs are multiplied
+# A query of its own axis may be one of several, unless its name says that it is a decoder's state.
+OF_ONE_QUERY, QUERY = "b 1 e", re.compile(r"q|query|queries|x")
 MANY = 12  # windows of images, in rows and columns
 OTHER_NUMBERS = "the program written from it gives other numbers"
 OF_AXES = ("split", "product", "context", "merge")  # stages in which samples may meet
@@ -129,6 +133,10 @@ class Held:
             loud = self._differs(holding, trial.inputs(seed=52).scaled(LOUD)) if bound == EXACT else ""
             if loud:
                 yield Exercise(f"inputs {LOUD} times as large", False, loud)
+        if trial.plan.step == OF_ONE_QUERY and any(map(QUERY.fullmatch, trial.plan.steps)):
+            several = replace(trial, plan=replace(trial.plan, step="", returned=""))
+            error = ask(lambda: several.output(several.inputs())).error
+            yield from () if error is None else [Exercise("more than one query", False, f"it raises {said(error)}")]
 
     def _differs(self, holding: Holding, inputs: Inputs) -> str:
         """Say how far the code is from its program on some inputs; "" where it is not, or cannot be run."""
