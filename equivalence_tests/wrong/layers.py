@@ -24,7 +24,7 @@ class Attends(nn.Module):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, dim=-1))
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
         if self.causal:
-            future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+            future = x.new_ones(x.size(1), x.size(1)).triu(1).bool()
             scores = scores.masked_fill(future, float("-inf"))
         return self.to_out((scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
 
@@ -215,7 +215,7 @@ class Translator(nn.Module):
         for layer in self.encoder_layers:
             memory = layer(memory)
         x = self.positions(self.embedding(tgt) * math.sqrt(self.d_model))
-        future = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1)
+        future = tgt.new_ones(tgt.size(1), tgt.size(1)).triu(1).bool()
         for layer in self.decoder_layers:
             x = layer(x, memory, future)
         return self.generator(x)

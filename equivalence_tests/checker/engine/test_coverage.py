@@ -798,7 +798,7 @@ def test_a_width_of_queries_and_keys_is_told_from_that_of_the_tokens() -> None:
 def test_blocks_and_widths_that_are_alike_at_first_are_told_apart() -> None:
     report = verify(Inside)
     assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["own_mask"]), str(report)
-    assert [one.what for one in verify(SlidingInside).not_exercised] == ["window_size"]
+    assert [one.what for one in verify(SlidingInside).not_exercised] == ["window_size", "lengths beyond 64"]
     assert verify(ScaledByTheOutside).mistakes == ("scale_wrong",)
     (crash,) = verify(KeptAtTheWidthOutside).not_exercised
     assert crash.what.startswith("hidden_size = ")

@@ -2090,7 +2090,7 @@ class WeightThenBias(nn.Module):
 
     def rotated(self, x: Tensor, position_ids: Tensor) -> Tensor:
         half = x.size(-1) // 2
-        angles = position_ids[:, None, :, None] * 10000.0 ** -(torch.arange(half, dtype=x.dtype) / half)
+        angles = position_ids[:, None, :, None] * 10000.0 ** -(torch.arange(half).to(x) / half)
         cos, sin, (first, second) = angles.cos(), angles.sin(), x.split(half, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 

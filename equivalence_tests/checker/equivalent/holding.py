@@ -270,7 +270,8 @@ def hold(report: Report, situation: Situation) -> None:
         unread(report, OTHER_NUMBERS)
         return
     decide(report, holding, situation.subject.adapter.intended)
-    if report.verdict in ("equal", "partial"):
+    blocks = any(one.name == "own_mask" for one in report.intended)  # longer ones have been judged by their widths
+    if report.verdict in ("equal", "partial") and not blocks:
         report.coverage += held.differing_beyond(holding)
         report.verdict = "partial" if report.not_exercised else "equal"
     for failed in _failing(holding):

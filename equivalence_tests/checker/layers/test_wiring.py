@@ -1193,7 +1193,7 @@ class EmbeddingDecoder(Stack):
         self.positions = nn.Embedding(9, d_model)
 
     def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
-        x = self.embedding(tgt) + self.positions(torch.arange(tgt.size(1)))
+        x = self.embedding(tgt) + self.positions(torch.arange(tgt.size(1), device=tgt.device))
         own, crossed = (mask.repeat_interleave(self.num_heads, 0) for mask in self.dealt(tgt_mask, src_mask))
         for layer in self.layers:
             x = layer(x, memory, own, crossed)
@@ -1236,7 +1236,7 @@ class TorchModel(nn.Module):
         self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
 
     def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> Tensor:
-        sequences = [self.embedding(x) + self.positions(torch.arange(x.size(1))) for x in (src, tgt)]
+        sequences = [self.embedding(x) + self.positions(torch.arange(x.size(1), device=x.device)) for x in (src, tgt)]
         return self.transformer(*sequences, **self.masks(src_mask, tgt_mask, src_padding_mask))
 
     def masks(self, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ CALLS = (
         "Store it without a batch axis, or compare all of its sizes before reusing it.",
         ("self.num_heads = num_heads", "self.num_heads, self.future = num_heads, torch.zeros(1, 1)"),
         (
-            "future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)",
+            "future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)",
             "if self.future.shape[-1] != scores.shape[-1]:\n"
             "            self.future = torch.ones_like(scores, dtype=torch.bool).triu(1)\n"
             "        future = self.future",

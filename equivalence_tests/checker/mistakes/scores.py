@@ -173,7 +173,7 @@ ROTARY = (
         "Queries and keys are rotated by the same angles at all positions, so that their product ignores positions.",
         ("scores = rotate(q, angle) rotate(k, angle)ᵀ = q kᵀ", "scores = rotate(q, i) rotate(k, j)ᵀ"),
         "Count the positions along the token axis, which is a different one before the heads are moved.",
-        ("torch.arange(x.size(-2), dtype=x.dtype)", "torch.ones(x.size(-2), dtype=x.dtype)"),
+        ("torch.arange(x.size(-2), dtype", "torch.ones(x.size(-2), dtype"),
     ),
     *(
         _rotary(

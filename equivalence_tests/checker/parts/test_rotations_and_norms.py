@@ -76,7 +76,7 @@ class KeepsFrequencies(Rotating):
     def angles(self, x: Tensor) -> Tensor:
         steps = self.inv_freq
         assert isinstance(steps, Tensor)
-        return torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps.to(x.dtype))
+        return torch.outer(torch.arange(x.size(-2)).to(x), steps.to(x.dtype))
 
 
 class Normalising(Rotating):

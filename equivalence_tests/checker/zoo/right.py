@@ -95,8 +95,8 @@ ROTARY = ITSELF.replace(
 ).replace(
     "    def forward",
     """    def rotated(self, x):
-        steps = 10000.0 ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
-        angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+        steps = 10000.0 ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype, device=x.device) / x.size(-1))
+        angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype, device=x.device), steps)
         angles = torch.cat((angles, angles), -1)
         a, b = x.chunk(2, -1)
         return x * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
