@@ -234,7 +234,7 @@ class _Masks:
         before = len(self.errors)
         if all(self._output(one) is None for one in others):
             line = raised_at(self.errors[before][1])
-            yield Exercise(f"{self.parameter} for each sample", False, f"every shape of it raises{line}")
+            yield Exercise(f"{self.parameter} for each sample", False, f"it raises in every shape{line}")
 
     def _taken_in_vain(self, form: MaskForm) -> Iterator[Exercise]:
         """List the other shapes in which the code takes a mask that means the same, and hides nothing."""

@@ -14,7 +14,7 @@ FILL, LINE = "scores.masked_fill(mask, -math.inf)", "q @ k.mT / math.sqrt(q.size
     ("change", "said"),
     [
         (None, ""),
-        ((FILL, "scores.masked_fill(mask, -1e9)"), "in float16, it raises RuntimeError: float16 has no number so"),
+        ((FILL, "scores.masked_fill(mask, -1e9)"), "in float16, it raises RuntimeError: too large for float16"),
         ((LINE, "(300 * q) @ (300 * k).mT / 90000 / math.sqrt(q.size(-1))"), "in float16, the output is not finite"),
         ((LINE, "((q / 16) @ (k / 16).mT + 64 - 64) * 256 / math.sqrt(q.size(-1))"), "in float16, the error of the"),
     ],

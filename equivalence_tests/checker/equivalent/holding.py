@@ -142,7 +142,7 @@ class Held:
         """Say how far the code is from its program on some inputs; "" where it is not, or cannot be run."""
         layout, case = Layout.of(self.situation.trial), Case(call_of(self.situation.trial, inputs, None)[0], None, "")
         found = compare(partial(self._on, holding.program, layout), [case], layout, MEASURED)
-        gap = f"it differs from the program by {found.worst.size:.2g} of the largest value"
+        gap = f"it differs from torch's program by {found.worst.size:.2g} of the largest value"
         return "" if found.agrees else f"{gap}: only its author knows whether that is intended"
 
     def _of_heads(self, program: Program) -> Iterator[Step]:

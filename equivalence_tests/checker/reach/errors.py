@@ -27,6 +27,6 @@ def said(error: BaseException) -> str:
     if ASKED_FOR.search(str(error)):
         return "it needs a GPU; take the device from the input, as in x.device"
     if "without overflow" in str(error):
-        return "RuntimeError: float16 has no number so large; take torch.finfo(x.dtype).min or -inf for hidden scores"
+        return "RuntimeError: too large for float16; use torch.finfo(x.dtype).min or -inf for hidden scores"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -51,9 +51,10 @@ class LeftOnCPU(TorchFunctionMode):
     def listed(self) -> Iterator[Exercise]:
         """List what would raise where the inputs are on a GPU."""
         for ((path, line, _),), ((_, made, function),) in self.met.items():
-            what = "keeps is no buffer, and" if function == "__init__" else "makes"
+            kept, here = f"what line {made} sets is not a buffer, so it", f"the tensor made on line {made}"
+            why = f"{kept if function == '__init__' else here} stays on the CPU"
             if not _chooses_for_all(path):
-                yield Exercise("on a GPU", False, f"line {line} would raise: what line {made} {what} stays on the CPU")
+                yield Exercise("on a GPU", False, f"line {line} would raise: {why}")
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")

@@ -70,7 +70,7 @@ def test_a_plain_attribute_is_no_buffer() -> None:
     followed = LeftOnCPU()
     followed.watching(Keeps())(torch.randn(2, 5, 5), lambda self, x: x * self.plain)
     (one,) = followed.listed()
-    assert "what line 21 keeps is no buffer, and stays on the CPU" in one.detail
+    assert "what line 21 sets is not a buffer, so it stays on the CPU" in one.detail
 
 
 def test_an_equal_lists_what_would_raise_on_a_gpu(tmp_path: Path) -> None:
@@ -79,4 +79,4 @@ def test_an_equal_lists_what_would_raise_on_a_gpu(tmp_path: Path) -> None:
     assert report.verdict == "partial", str(report)
     (one,) = report.not_exercised
     assert one.what == "on a GPU"
-    assert "would raise: what line" in one.detail
+    assert "would raise: the tensor made on line" in one.detail
