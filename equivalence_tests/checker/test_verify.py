@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import builtin
 import scratch
 from equivalence_tests import Adapter, first_divergence, parametrize_with_checks, randomize_parameters, verify
-from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.zoo.right import broken
 from scratch import attention
 
 
@@ -218,8 +218,7 @@ def test_items_fail_with_the_report_and_skip_with_the_reason() -> None:
         items["NoGradient-check_gradients"]()
 
 
-def test_layers_without_a_program_say_nothing_of_an_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    unread, equal = Report("Attention", conventions=[("heads", "6", "")]), Report("Attention", verdict="equal")
-    monkeypatch.setattr("equivalence_tests.checker.verify.examine_attention", lambda *_: unread)
-    monkeypatch.setattr("equivalence_tests.checker.verify.examine_layers", lambda *_: equal)
-    assert verify(type("Attention", (nn.Identity,), {})).verdict == "unchecked"
+def test_an_attention_that_is_checked_as_a_layer_is_compared_in_one_call_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(broken("itself", ()))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention", kind="layers")
+    assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["other calls"]), str(report)

@@ -248,7 +248,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
             continue
         # What deviates from a part that its name does not speak of is most likely something else.
         in_part = report.verdict == "partial" and (holds_more or report.equivalent is not None)
-        reads_more = in_part or (report.verdict == "equal" and (other != "layers" or report.equivalent is not None))
+        reads_more = report.verdict == "equal" or in_part
         is_layers = several and other == "layers"  # its name says attention, and it is made of several
         if reads_more or ((other == FALLBACKS[-1] or is_layers) and report.verdict == "deviates"):
             return report

@@ -51,9 +51,9 @@ FORMS = {  # what training drops, if it is no weight
     "value": "softmax(scores) dropout(v)",
     "output": "dropout(softmax(scores) v)",
 }
-# What speaks for a causal mask, what turns one off, and what leaves it to the caller.
 # How torch's own stacks see whether a mask is causal: they make a triangle.
 DETECTS = "torch.nn.modules.transformer._detect_is_causal_mask"
+# What speaks for a causal mask, what turns one off, and what leaves it to the caller.
 CLAIM = re.compile(r"causal|masked(?!_?(lm|lang|model|im|tok|auto))|auto_?regressive", re.IGNORECASE)
 SWITCHED_ON = re.compile(r"^(?!.*mask).*(causal|auto_?regressive)", re.IGNORECASE)
 SWITCH = re.compile(r"(?<!pad_)(?<!padding_)mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)

@@ -760,6 +760,13 @@ class Inside(nn.Module):
         return out
 
 
+class DulledInside(Inside):
+    """Scales the scores of large inputs otherwise."""
+
+    def divisor(self, x: Tensor, q: Tensor) -> float:
+        return super().divisor(x, q) * (2 if float(q.detach().abs().max()) > 20 else 1)
+
+
 class SlidingInside(Inside):
     """Not so: its blocks do not slide."""
 
@@ -792,6 +799,10 @@ class ScaledByTheWidthOutside(nn.Module):
 
 def test_a_width_of_queries_and_keys_is_told_from_that_of_the_tokens() -> None:
     assert verify(ScaledByTheWidthOutside).verdict in ("deviates", "unchecked")
+
+
+def test_blocks_that_are_intended_hide_no_threshold() -> None:
+    assert "inputs 10 times as large" in [one.what for one in verify(DulledInside).not_exercised]
 
 
 @pytest.mark.thorough

@@ -121,11 +121,14 @@ class Held:
 
         return computed
 
-    def differing_beyond(self, holding: Holding) -> Iterator[Exercise]:
-        """List the first length at which it gives other numbers than the program, and large inputs where those do."""
+    def differing_beyond(self, holding: Holding, blocks: bool) -> Iterator[Exercise]:
+        """List the first length at which it gives other numbers than the program, and large inputs where those do.
+
+        Of blocks that are intended, longer ones have been judged by their widths.
+        """
         trial, bound = self.situation.trial, holding.comparison.tolerance
         with kept_parameters(self.situation.subject.module):
-            for length, what in telling_lengths(trial.function).items():
+            for length, what in telling_lengths(trial.function).items() if not blocks else ():
                 differs = self._differs(holding, trial.inputs(length, length, seed=51))
                 if differs:
                     yield Exercise(what, False, f"with {length} tokens {differs}")
@@ -270,9 +273,8 @@ def hold(report: Report, situation: Situation) -> None:
         unread(report, OTHER_NUMBERS)
         return
     decide(report, holding, situation.subject.adapter.intended)
-    blocks = any(one.name == "own_mask" for one in report.intended)  # longer ones have been judged by their widths
-    if report.verdict in ("equal", "partial") and not blocks:
-        report.coverage += held.differing_beyond(holding)
+    if report.verdict in ("equal", "partial"):
+        report.coverage += held.differing_beyond(holding, any(one.name == "own_mask" for one in report.intended))
         report.verdict = "partial" if report.not_exercised else "equal"
     for failed in _failing(holding):
         report.checks.append(failed)

@@ -328,6 +328,7 @@ def _add_inline(walk: Walk) -> None:
             report = _held(walk, path)
             _add_part(walk, path, report)
             walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
+            walk.report.coverage.append(Exercise("other calls", False, "it is an attention; compared in one call"))
             return
         if not held:
             walk.inlined |= {path}

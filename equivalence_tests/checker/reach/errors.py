@@ -26,7 +26,7 @@ def said(error: BaseException) -> str:
         return f"{type(error).__name__}: can't allocate memory: {int(wanted[1]) / 2**30:,.1f} GiB (--memory)"
     if ASKED_FOR.search(str(error)):
         return "it needs a GPU; take the device from the input, as in x.device"
-    if "without overflow" in str(error):
+    if re.search(r"\bHalf without overflow", str(error)):
         return "RuntimeError: too large for float16; use torch.finfo(x.dtype).min or -inf for hidden scores"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

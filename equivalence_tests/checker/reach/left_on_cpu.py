@@ -20,7 +20,7 @@ from equivalence_tests.checker.reporting.lines import TORCH, Frames, is_users, l
 CHOOSES = re.compile(r"device|cuda|\.to\(|type_as")  # who makes a tensor where it is needed
 # What takes tensors of two devices: those that write from one to the other, and those that only read a shape.
 TAKE_BOTH = {"copy_", "__setitem__", "expand_as", "view_as", "reshape_as"}
-MOVE = {"to", "type_as"}
+MOVE, TO_GPU = {"to", "type_as"}, {"cuda", "xpu"}
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 
 
@@ -61,7 +61,7 @@ class LeftOnCPU(TorchFunctionMode):
         returned, leaves = func(*args, **kwargs), tree_leaves((args, kwargs))
         given = [x for x in leaves if isinstance(x, Tensor)]
         made = [self._origin(x) for x in given]
-        if any(map(_is_device, leaves)) or (name in MOVE and not all(made)):
+        if name in TO_GPU or any(map(_is_device, leaves)) or (name in MOVE and not all(made)):
             self._keep(returned, ())  # which may be what was handed in
         elif all(made):
             self._keep(returned, made[0] if made else _line_here())

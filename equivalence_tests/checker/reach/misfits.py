@@ -20,8 +20,6 @@ Place = tuple[str, int]  # a file and a line
 MISFIT = re.compile(r"\S\(\) (missing \d|takes (from )?\d|got (an unexpected keyword|multiple values))")
 NO_TENSOR = re.compile(r"argument '\w+' \(position \d+\) must be Tensor, not (int|float)")
 OF_A_SHAPE = re.compile(r"\w+\.(size\([^()]*\)|shape\[[^][]*\])|len\(\w+\)")
-
-
 # What torch says of a view that a copy would have to stand for; of one token, it says nothing.
 NOT_VIEWED = re.compile(r"view size is not compatible with input tensor's size and stride")
 COPIES = re.compile(r"\.(contiguous|clone|reshape|flatten)\(")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests import verify
+from equivalence_tests.checker.reach.devices import OnCPU
 from equivalence_tests.checker.reach.left_on_cpu import LeftOnCPU
 from equivalence_tests.checker.zoo.right import broken
 
@@ -31,7 +32,8 @@ class Keeps(nn.Module):
 
 def would_raise(call: Call) -> int:
     followed, x = LeftOnCPU(), torch.randn(2, 5, 5)
-    followed.watching(Keeps())(x, call)
+    with OnCPU():
+        followed.watching(Keeps())(x, call)
     return len([*followed.listed()])
 
 
@@ -55,6 +57,7 @@ def test_a_tensor_on_the_cpu_that_meets_an_input_is_listed(call: Call) -> None:
     [
         lambda _, x: x + torch.ones(5, 5, device=x.device),
         lambda _, x: x + torch.ones(5, 5).to(x.device),
+        lambda _, x: x + torch.ones(5, 5).cuda(),
         lambda _, x: x + torch.ones(5, 5).type_as(x) + torch.ones(5).to(x),
         lambda _, x: x / torch.tensor(5.0).sqrt(),
         lambda _, x: x[:, torch.arange(3)],
@@ -70,7 +73,7 @@ def test_a_plain_attribute_is_no_buffer() -> None:
     followed = LeftOnCPU()
     followed.watching(Keeps())(torch.randn(2, 5, 5), lambda self, x: x * self.plain)
     (one,) = followed.listed()
-    assert "what line 21 sets is not a buffer, so it stays on the CPU" in one.detail
+    assert "sets is not a buffer, so it stays on the CPU" in one.detail
 
 
 def test_an_equal_lists_what_would_raise_on_a_gpu(tmp_path: Path) -> None:

@@ -343,6 +343,3 @@ def are_followed(attention: Attention) -> bool:
     sides = (codes for part in attention.parts for codes in (part.product.left, part.product.right))
     sources = [names.sources[number] for codes in sides for number in sources_in(codes)]
     return not any(source.kind == "given" and source.slot.value.dim() > 3 for source in sources)
-
-
-# ---------------------------------------------------------------------------------------------- merging
