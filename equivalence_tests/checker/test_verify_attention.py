@@ -471,3 +471,19 @@ def test_what_is_drawn_in_eval_mode_is_no_plain_equal() -> None:
     report = verify(SkipsAtRandom)
     assert report.verdict == "partial", str(report)
     assert any("torch.rand(1) < self.least" in one.detail for one in report.not_exercised)
+
+
+class HidesZeros(Plain):
+    """Tokens of zeros are padding."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        empty = (k.abs().sum(-1) == 0)[:, None, None]
+        scores = (query @ key.mT / query.size(-1) ** 0.5).masked_fill(empty, -torch.inf)
+        return self.mixed(scores.softmax(-1), v)
+
+
+def test_a_mask_of_what_no_token_was_is_listed() -> None:
+    report = verify(HidesZeros)
+    assert report.verdict == "partial", str(report)
+    assert [one.detail for one in report.not_exercised if "masked_fill(empty" in one.detail], str(report)

@@ -15,7 +15,6 @@ from torch import nn
 from equivalence_tests.checker.equivalent.reading import SEVERAL
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
-from equivalence_tests.checker.layers.models import taken_by_losses
 from equivalence_tests.checker.layers.walking import examine_layers
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.own_call import examine_call
@@ -28,6 +27,7 @@ from equivalence_tests.checker.reach.devices import on_cpu_where_a_gpu_is_asked_
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.left_on_cpu import LEFT
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
+from equivalence_tests.checker.reach.model_calls import taken_by_losses
 from equivalence_tests.checker.reach.registering import REGISTERING
 from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, seen_constructors, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, subjects

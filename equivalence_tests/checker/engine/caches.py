@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -75,8 +76,11 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 @torch.no_grad()
-def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
-    """Decode with every cache that the code offers, in every way that its arguments suggest."""
+def exercised_cache(trial: Trial, hiding: Sequence[Hiding] = ()) -> Outcome:
+    """Decode with every cache that the code offers, in every way that its arguments suggest.
+
+    ``hiding`` gives the ways in which it hides the future, where that is known.
+    """
     given = {name for name, role in trial.plan.roles if not role.startswith("=")}
     names = [name for name in cache_arguments(trial.function) if name not in given]
     if not names or unread_arguments(trial.function).issuperset(names):
@@ -86,7 +90,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     if not (trial.plan.self_attention or apart) or trial.plan.positional:
         return [Exercise(name, False, "it is not known how to call it with a cache") for name in names], []
     reasons: list[str] = []
-    for causal in [*_causal_ways(trial)] or [_sees_all]:
+    for causal in [*(hiding or _causal_ways(trial))] or [_sees_all]:
         for protocol in _protocols(trial, names):
             answer = _decoded(_Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query))
             if answer.value is not None:
@@ -296,6 +300,7 @@ def _compared(decoder: _Decoder) -> Outcome:
     refused: list[Exercise] = []
     apart, detail = decoder.hiding is _sees_all, decoder.protocol.detail
     whole = decoder.last_of_each(TOKENS) if apart else decoder.whole(TOKENS)
+    last_alone = whole.size(1) == 1  # is what a model gives that generates
     for how, lengths in [*CHUNKS.items()][: 1 if apart else None]:
         done: list[Tensor] = []
         error = ask(partial(done.extend, (output for output, _ in decoder.steps(lengths)))).error
@@ -308,6 +313,8 @@ def _compared(decoder: _Decoder) -> Outcome:
                 continue
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
             return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=detail)]
+        if last_alone:
+            whole = torch.cat([decoder.whole(stop) for stop in itertools.accumulate(lengths)], 1)
         differs = _differing(torch.cat(done, dim=1), whole, decoder.each_alone(TOKENS) if apart else None)
         if differs.any() and how not in SINGLY and decoder.makes_no_mask(lengths):
             why = "no mask is made for them after cached tokens; one token at a time was right"
@@ -334,7 +341,7 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
     """The first line at which a step departs from one pass, if the step is right with the right numbers there."""
     lengths = (max(lengths[0], 3), lengths[-1])
     with Recorder() as whole:
-        want = decoder.whole(sum(lengths))[:, lengths[0] :]
+        want = decoder.whole(sum(lengths))[:, -lengths[-1] :]
     against, right = _Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
     def step(right: Mapping[int, Tensor]) -> Step:

@@ -101,12 +101,15 @@ def never_cut(operations: Iterable[Operation]) -> list[Exercise]:
     return _not_run("the bound in line {}", "`{}` cut nothing off", never)
 
 
-def never_hid(recorder: Recorder, ids: set[str]) -> list[Exercise]:
-    """List the lines that hide keys by what ids alone say, where these say it of none; ``ids`` as they are recorded."""
+def never_hid(recorder: Recorder, given: set[str]) -> list[Exercise]:
+    """List the lines that hide keys by what ids or tokens alone say, where these say it of none.
+
+    ``given`` names them as they are recorded.
+    """
     fills = (one for one in recorder.operations if one.name in FILLS and one.frames)
     taken = ((one, *pair) for one in fills for pair in zip(one.inputs, one.origins, strict=True))
     idle = ((one, bits) for one, slot, bits in taken if slot.value.dtype == torch.bool and not bool(slot.value.any()))
-    own = (one for one, bits in idle if bits and ids.issuperset(recorder.named(bits)))
+    own = (one for one, bits in idle if bits and given.issuperset(recorder.named(bits)))
     return _not_run("the mask in line {}", "`{}` hid nothing", own)
 
 

@@ -357,7 +357,7 @@ def _cover(report: Report, situation: Situation) -> None:
     covered = _covered(situation, [exercise.what for exercise in report.coverage])
     exercises = [hold_option(one, report, situation) for one in covered.exercises]
     run = situation.found.run
-    report.coverage += [*drawn_in(run.operations), *never_hid(run.recorder, _ids_in(situation)), *exercises]
+    report.coverage += [*drawn_in(run.operations), *never_hid(run.recorder, _besides_masks(situation)), *exercises]
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()
@@ -387,11 +387,11 @@ def _covered(situation: Situation, exercised: Collection[str]) -> Covered:
     return covered
 
 
-def _ids_in(situation: Situation) -> set[str]:
-    """Name the arguments that are neither tokens nor a mask, as a recording knows them."""
+def _besides_masks(situation: Situation) -> set[str]:
+    """Name the arguments that are no mask, as a recording knows them."""
     guessed = {name for name, role in situation.plan.roles if role.startswith("=")}
-    numbered = {name for name, x in situation.call.tensors if x.dtype == torch.long}
-    return {f"arg:{name}" for name in (guessed | numbered) - {situation.plan.mask_parameter}}
+    given = {name for name, _ in situation.call.tensors}
+    return {f"arg:{name}" for name in (guessed | given) - {situation.plan.mask_parameter}}
 
 
 def _what_is_missing(situation: Situation) -> str:

@@ -17,6 +17,7 @@ from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import OF_MASKS
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
+from equivalence_tests.checker.layers.decoding import add_decoding
 from equivalence_tests.checker.layers.masks import (
     PADDING,
     hides_later_steps,
@@ -30,7 +31,7 @@ from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import AIM, LOSS, ModelRun
+from equivalence_tests.checker.reach.model_calls import AIM, ModelRun, taken_by_losses
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.syntax import function_at
@@ -74,6 +75,7 @@ def add_model(walk: Walk, run: ModelRun) -> None:
     for name, frames in _unread_masks(walk.ran) if walk.ran is not None else ():
         walk.check("masks of the model", {"model_mask_dropped": frames}, "", f"no line reads {name}")
     walk.report.conventions += list(_model_rows(run))
+    add_decoding(walk, run)
     walk.report.coverage += [*_not_given(walk, run), *_left_out(walk)]
 
 
@@ -104,13 +106,6 @@ def _left_out(walk: Walk) -> Iterator[Exercise]:
 
 def _attending(module: nn.Module) -> list[str]:
     return [path for path, kind in atoms_of(module).items() if kind in ("attention", "layers")]
-
-
-def taken_by_losses(target: type) -> set[str]:
-    """Name the variables that the losses of a class take."""
-    calls = (node for node in nodes_of(target) if isinstance(node, ast.Call))
-    losses = (node for node in calls if LOSS.search(ast.unparse(node.func)))
-    return {x.id for node in losses for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def _unread_masks(ran: Run) -> Iterator[tuple[str, Frames]]:

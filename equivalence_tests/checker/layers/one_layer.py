@@ -54,8 +54,9 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     if (drew := drawing_line(lambda: trial.output(trial.inputs()))) is not None:
         walk.check(f"{label} (two calls)", {"random_in_eval": drew}, path, f"seen in {SEEDS} calls with one input")
     if wiring.mistakes or not wiring.unread:
-        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
-        walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items()}
+        facts = {"norms": ", ".join(wiring.idle_norms)}
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, wiring.reason, **facts)
+        walk.repairs |= {(name, path): repair for name, repair in wiring.repairs.items() if not wiring.reason}
     else:
         walk.skip(f"{label} (wiring)", some_of(wiring.unread))
     if wiring.order and not wiring.mistakes:

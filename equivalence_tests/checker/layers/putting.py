@@ -45,8 +45,8 @@ class Putting:
     def given(self, have: Terms, want: Terms) -> tuple[Repair, ...]:
         """Put a sum in the place of another: where it is first added up, or last passed on, or wherever it is taken."""
         made = [one for one in self.between if one.outputs and self._terms(one.outputs[0].tensor) == have]
-        last = {id(one.outputs[0].tensor): one for one in made}.values()  # that wrote into each tensor
-        own = [one for one in last if not is_torchs(self.follower.module.get_submodule(one.place))]  # as a dropout is
+        own = [one for one in made if not is_torchs(self.follower.module.get_submodule(one.place))]  # as a dropout is
+        own = [*{id(one.outputs[0].tensor): one for one in own}.values()]  # the last that wrote into each tensor
         sums = [one for one in own if one.name in ADDS]
         for one in sums or own[::-1]:
             if handed := self._handed(one, have, want):

@@ -301,3 +301,56 @@ def test_nothing_is_said_of_it_where_nobody_does_so(caller: str, tmp_path: Path)
 @pytest.mark.parametrize("form", KEPT)
 def test_a_cache_that_keeps_the_new_tokens_alone_is_wrong(form: str, tmp_path: Path) -> None:
     assert verify(stale(tmp_path, KEPT[form])).mistakes == ("cache_differs_from_one_pass",)
+
+
+class Generates(nn.Module):
+    """A model on ids that decodes with a cache, and counts positions from its end."""
+
+    def __init__(self, vocab_size: int, dim: int, n_heads: int, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(vocab_size, dim), nn.Embedding(64, dim)
+        self.blocks = nn.ModuleList(Block(dim, n_heads) for _ in range(num_layers))
+        self.head = nn.Linear(dim, vocab_size)
+
+    def first(self, past: list[Cache] | None) -> int:
+        return 0 if past is None else past[0][0].size(2)
+
+    def forward(self, ids: Tensor, past: list[Cache] | None = None) -> tuple[Tensor, list[Cache]]:
+        start, kept = self.first(past), list[Cache]()
+        x = self.embed(ids) + self.places(torch.arange(start, start + ids.size(1), device=ids.device))
+        for place, block in enumerate(self.blocks):
+            x, cache = block(x, None if past is None else past[place])
+            kept.append(cache)
+        return self.head(self.ends(x)), kept
+
+    def ends(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OfTheLast(Generates):
+    """Right: what comes back is of the last token alone."""
+
+    def ends(self, x: Tensor) -> Tensor:
+        return x[:, -1:]
+
+
+class StartsAgain(Generates):
+    """Wrong: each step begins at position 0."""
+
+    def first(self, past: list[Cache] | None) -> int:
+        return 0
+
+
+class StartsAgainAtTheLast(OfTheLast):
+    def first(self, past: list[Cache] | None) -> int:
+        return 0
+
+
+def test_a_whole_model_is_decoded_with_its_cache() -> None:
+    report = verify(Generates)
+    assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+    assert "past" not in [one.what for one in verify(OfTheLast).not_exercised]
+    for wrong in (StartsAgain, StartsAgainAtTheLast):
+        (finding,) = verify(wrong).findings
+        assert finding.name == "cache_differs_from_one_pass"
+    assert "x = self.embed(ids) + self.places" in line_of(finding)

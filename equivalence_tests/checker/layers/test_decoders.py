@@ -107,8 +107,8 @@ def test_a_layer_with_a_cache_and_angles_from_outside_is_equal() -> None:
 def test_a_model_that_starts_at_a_position_and_keeps_no_gradients_is_equal() -> None:
     report = verify(Decoder)
     assert report.verdict == "partial", str(report)
-    training, one_token = report.not_exercised
-    assert (training.what, one_token.what.partition("where ")[2]) == ("training", "`n > 1` is false")
+    (training,) = report.not_exercised  # its cache is decoded
+    assert training.what == "training"
     assert "torch.inference_mode" in training.detail
     assert report.equivalent is not None
     assert report.equivalent.agrees

@@ -1027,6 +1027,53 @@ def test_queries_keys_and_values_of_a_layer_are_all_normalised_or_none() -> None
     assert rows["layer: wiring"] == "pre-norm, x + f(LayerNorm(x)), around attn, mlp"
 
 
+class KeepsWhatItNormalised(layers.SequentialFeedForwardLayer):
+    """Adds to what it normalised, drops of the whole sum, and keeps its maps from call to call."""
+
+    maps: Tensor | None = None
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.ln_1(x)
+        attended, self.maps = self.attn(x, x, x)
+        x = self.ln_2(self.dropout(x + attended))
+        return x + self.mlp(x)
+
+
+def test_a_residual_of_the_norm_is_proven_behind_a_dropout_and_beside_kept_maps() -> None:
+    (finding,) = verify(KeepsWhatItNormalised).findings
+    assert (finding.name, finding.proof is not None) == ("residual_from_normalised", True)
+
+
+class AsInSasrec(layers.SequentialFeedForwardLayer):
+    """Right, as its authors released it: all but keys and values is normalised."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x)
+        y = self.ln_2(y + self.attn(y, self.keys(x, y), x)[0])
+        return y + self.mlp(y)
+
+    def keys(self, x: Tensor, y: Tensor) -> Tensor:
+        return x
+
+
+class NormsItsKeys(AsInSasrec):
+    """Wrong: its values alone are not normalised."""
+
+    def keys(self, x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+
+def test_the_block_of_sasrec_is_intended_as_a_whole() -> None:
+    report = verify(AsInSasrec)
+    assert {one.name for one in report.intended} >= {"sublayer_reads_another_tensor", "residual_from_normalised"}
+    assert report.verdict == "equal", str(report)
+    assert verify(NormsItsKeys).verdict == "deviates"
+
+
 class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
     """Adds what it had before in the place of what the cross-attention gave."""
 

@@ -66,10 +66,15 @@ class Walk:
         named = (*report.mistakes, *(one.name for one in report.intended))
         return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in named)
 
-    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
-        """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
+    def check(
+        self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, reason: str = "", **facts: Any
+    ) -> None:
+        """Add a row, and a finding for each mistake, with its lines and the facts of its words.
+
+        With a ``reason`` all are intended.
+        """
         owners = [type(module).__name__ for module in modules_around(self.module, place)]
-        reasons = {one: self.intended.get(one) or named_mistake(one).as_named(owners) for one in mistakes}
+        reasons = {one: self.intended.get(one) or reason or named_mistake(one).as_named(owners) for one in mistakes}
         wrong = [mistake for mistake in mistakes if not reasons[mistake]]
         self.report.checks.append(CheckResult(name, "failed" if wrong else "passed", ", ".join(wrong)))
         for mistake, frames in mistakes.items():

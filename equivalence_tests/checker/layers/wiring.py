@@ -38,6 +38,8 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames, assigned_at
 
 SUBLAYERS = ("attention", "feed_forward")
+OF_SASREC = frozenset({"sublayer_reads_another_tensor", "residual_from_normalised"})
+AS_IN_SASREC = "queries and residuals are normalised, keys and values are not, as in the released code of SASRec"
 FOLLOWED = ("layer", "convolution", "layer_norm", "gain", "conditioned", *MATRICES, *SUBLAYERS)
 
 
@@ -52,6 +54,7 @@ class Wiring:
     steps: dict[str, Made] = field(default_factory=dict)  # what the parts made, by label
     unused: set[str] = field(default_factory=set)
     order: str = ""
+    reason: str = ""  # why its mistakes are none, where they are so together
 
     def blame(self, name: str, frames: Frames, repairs: tuple[Repair, ...] | None = None) -> None:
         """Note a mistake once, the lines where it shows, and what puts it right; None for a fact."""
@@ -217,7 +220,7 @@ class _Stream:
         self.now = first if first and self.bases.issuperset(dict(first)) else _one(labels.add("given", "x"))
         self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == self.now
         self.done: set[str] = set()
-        self.sandwiched = False
+        self.sandwiched = self.raw_keys = False
 
     def follow(self) -> None:
         """Go from x to the output."""
@@ -228,6 +231,8 @@ class _Stream:
             self._judge_end()
             self.wiring.order = self._order()
         self._judge_norms()
+        if self.raw_keys and self.wiring.mistakes.keys() == OF_SASREC:
+            self.wiring.reason = AS_IN_SASREC
         if self.memory:
             self._judge_cross()
 
@@ -249,7 +254,9 @@ class _Stream:
             if self._is_known(entered):
                 self._stop("sublayer_reads_another_tensor", step.frames, self._entering(label, self.now))
             raise _LostError
-        for mixed in self._mixed(step, entered):
+        others = self._mixed(step, entered)
+        self.raw_keys |= others == [self.now] * (len(step.inputs) - 1) != []
+        for mixed in others:
             right = self.putting.taken(label, mixed, entered)
             self.wiring.blame("sublayer_reads_another_tensor", step.frames, right)
         last, used = self._branch(label, entered)

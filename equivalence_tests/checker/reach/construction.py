@@ -36,6 +36,7 @@ from equivalence_tests.checker.reach.arguments import (
     first_match,
     value_for,
 )
+from equivalence_tests.checker.reach.callers import asks_for_parts, taken_from_callers
 from equivalence_tests.checker.reach.configs import ImitatedConfig, call_text, configs_for, is_config, names_read
 from equivalence_tests.checker.reach.crashes import CRASHES
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -70,6 +71,8 @@ FEW = 3  # how often something is repeated of which nothing says how often
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     """Construct instances of a class or from a factory, each with the sizes asked for, the most telling sizes first."""
+    if not given:
+        yield from ((made, sizes) for sizes in SIZES[:2] for made in _as_callers_do(target, sizes))
     errors: list[str] = []
     builds, small, making = False, False, _Making()
     large = list[tuple[Any, Sizes]]()
@@ -99,6 +102,12 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     if not builds:
         _note_defaults(target)
         raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
+
+
+def _as_callers_do(target: Any, sizes: Sizes) -> Iterator[nn.Module]:
+    """Build a class that wants its parts handed over as those do that construct it."""
+    if isinstance(target, type) and asks_for_parts(target):
+        yield from taken_from_callers(target, lambda caller: built(caller, sizes, MOST_BUILDS))
 
 
 def _note_defaults(target: Any) -> None:
@@ -217,7 +226,8 @@ def built(target: Any, sizes: Sizes, most: int | None = None) -> Any:
     _BEING_BUILT.append(target)
     try:
         proposals = itertools.chain.from_iterable(argument_lists(target, sizes))
-        return _first_that_builds(target, itertools.islice(proposals, most), [])
+        made = next(_as_callers_do(target, sizes), None)
+        return _first_that_builds(target, itertools.islice(proposals, most), []) if made is None else made
     finally:
         _BEING_BUILT.remove(target)
 

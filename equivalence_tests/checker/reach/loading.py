@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.by_steps import forward_by_steps
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import imported
 from equivalence_tests.checker.reach.proposing import scripted_signature
@@ -240,7 +241,7 @@ def _signed(target: Any, signature: inspect.Signature) -> Any:
 def check_forward(found: Any) -> None:
     """Raise CannotCheckError for a module, or a class of modules, without a forward."""
     kind = found if inspect.isclass(found) else type(found)
-    if not issubclass(kind, nn.Module) or "forward" in vars(found):
+    if not issubclass(kind, nn.Module) or "forward" in vars(found) or forward_by_steps(kind):
         return
     own, source = kind.__mro__[: kind.__mro__.index(nn.Module)], source_of(kind)
     if any({"forward", "__call__"} & vars(base).keys() for base in own) or ".forward =" in source:

@@ -1,5 +1,6 @@
 """Find out how a whole model is called: on token ids, on features, on images, or, a bare stack, on what layers take."""
 
+import ast
 import itertools
 import math
 import re
@@ -19,6 +20,7 @@ from equivalence_tests.checker.reach.plans import POSITION, POSITIONS, trials_of
 from equivalence_tests.checker.reach.proposing import (
     compared_by,
     exact_lengths,
+    nodes_of,
     parameters_of,
     ranked,
     taken_by_parts,
@@ -62,6 +64,7 @@ class ModelRun:
     length_first: bool = False  # whether the length comes before the batch
     patch: int = 1  # width of the patches of an image
     of_samples: bool = False  # whether it is given something of each sample beside the tokens, the same in each call
+    arguments: Callable[[Tensor, Tensor], dict[str, Any]] | None = None  # of source and target; None for a layer
 
     def call(self, source: Tensor, target: Tensor | None) -> Tensor:
         """Run it with masks that hide nothing."""
@@ -145,6 +148,13 @@ def _aims_of_a_loss(module: nn.Module, roles: Mapping[str, str]) -> dict[str, st
     return {name: "=None" for name in unsaid if None in compared.get(name, [])}
 
 
+def taken_by_losses(target: type) -> set[str]:
+    """Name the variables that the losses of a class take."""
+    calls = (node for node in nodes_of(target) if isinstance(node, ast.Call))
+    losses = (node for node in calls if LOSS.search(ast.unparse(node.func)))
+    return {x.id for node in losses for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
 def _conditioned(module: nn.Module, roles: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Give roles for arguments beside one sequence or image: a time step, a class or a vector for each sample."""
     others = [name for name, role in roles.items() if not role][1:]
@@ -205,7 +215,8 @@ def _runs_of(
             TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
                 beside = not {*given_roles.values()} <= {*GIVEN, *CONSTANTS}
-                yield ModelRun(run, source, target, masks, kind, length_first, patch, beside), form is not None
+                found = ModelRun(run, source, target, masks, kind, length_first, patch, beside, arguments)
+                yield found, form is not None
 
 
 def _role(parameter: Parameter) -> str:

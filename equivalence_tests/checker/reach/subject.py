@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.reach.arguments import SIZES, Sizes
+from equivalence_tests.checker.reach.by_steps import with_forward
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.registering import REGISTERING
@@ -80,6 +81,7 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     """Build a class, a factory, an instance or a function to try until one can be called, the most telling first."""
 
     def subject(instance: Any, asked: Sizes = SIZES[0], *, trained: bool = False, built: bool = False) -> Subject:
+        instance = with_forward(instance)
         sizes, names = sizes_of(instance, asked, adapter), names_with_sublayer(instance)
         if names is not None and adapter.call is None:
             instance = WithSublayer(instance, names, sizes.embed_dim, sizes.num_heads)

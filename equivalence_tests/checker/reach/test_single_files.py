@@ -328,6 +328,55 @@ class Model(nn.Module):
         return x
 """
 
+HANDED = """
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.cross = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+
+    def forward(self, x, memory, mask):
+        x = self.norms[0](x + self.attention(x, x, x, attn_mask=mask)[0])
+        x = self.norms[1](x + self.cross(x, memory, memory)[0])
+        return self.norms[2](x + self.feed_forward(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks, self.norm = blocks, nn.LayerNorm(width)
+
+    def forward(self, x, memory, mask):
+        for block in self.blocks:
+            x = block(x, memory, mask)
+        return LAST
+
+
+class Translator(nn.Module):
+    def __init__(self, encoder: nn.TransformerEncoder, stack: Stack, source, target, head: nn.Linear) -> None:
+        super().__init__()
+        self.encoder, self.stack, self.source, self.target, self.head = encoder, stack, source, target, head
+
+    def encode(self, src):
+        return self.encoder(self.source(src))
+
+    def decode(self, encoder_output, tgt, tgt_mask):
+        return self.stack(self.target(tgt), encoder_output, tgt_mask)
+
+    def project(self, x):
+        return self.head(x)
+
+
+def assemble(words: int, width: int = 512, layers: int = 6, heads: int = 8) -> Translator:
+    layer = nn.TransformerEncoderLayer(width, heads, 2 * width, batch_first=True)
+    stack = Stack(width, nn.ModuleList(Block(width, heads) for _ in range(layers)))
+    embeds = (nn.Embedding(words, width) for _ in range(2))
+    return Translator(nn.TransformerEncoder(layer, layers), stack, *embeds, nn.Linear(width, words))
+"""
+UNREAD = "tgt_mask: The mask is accepted but never"
+
 
 def report_on(text: str, name: str, folder: Path) -> str:
     (folder / "theirs.py").write_text(HEAD + text, encoding="utf-8")
@@ -345,12 +394,14 @@ def report_on(text: str, name: str, folder: Path) -> str:
         (WIDE.replace("KEYS", "self.rotated(self.k(x))"), "Attention"),
         (PATCHES, "Model"),
         (EMBEDDED.replace("TAKEN", "x"), "Model"),
+        (HANDED.replace("LAST", "self.norm(x)"), "Stack"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
         *("a window", "a layer that attends itself", "items that are scored"),
         *("all heads rotated together", "a token before the patches", "what may be left out is needed"),
+        "layers that are handed over",
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -374,12 +425,14 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (WIDE.replace("KEYS", "self.k(x)"), "Attention", "all heads side by side, is rotated by its position"),
         (TEMPERED.replace("self.temperature).softmax", "3.7).softmax"), "Attention", "multiplied by 3.7"),
         (EMBEDDED.replace("TAKEN", "inputs_embeds"), "Model", "every layer gets the same input"),
+        (HANDED.replace("LAST", "x"), "Stack", "self.blocks, self.norm"),
+        (HANDED.replace("LAST", "self.norm(x)").replace("_output, tgt_mask)", "_output, None)"), "Translator", UNREAD),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
         *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
         *("items one ahead", "a mask of nothing", "keys of all heads stay", "a scale that nobody chose"),
-        "layers side by side",
+        *("layers side by side", "the norm behind handed layers", "no forward"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
