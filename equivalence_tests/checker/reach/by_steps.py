@@ -28,8 +28,8 @@ def with_forward(instance: Any) -> Any:
 
 def forward_by_steps(kind: Any) -> Callable[..., Any] | None:
     """Make a forward that takes what both steps take; None where there is one, or it is not clear what was encoded."""
-    of_its_own = not issubclass(kind, nn.Module) or kind.forward is not nn.Module.forward
-    if of_its_own or not all(inspect.isfunction(getattr(kind, step, None)) for step in STEPS):
+    forward = inspect.getattr_static(kind, "forward", None) if issubclass(kind, nn.Module) else None
+    if forward is not nn.Module.forward or not all(inspect.isfunction(getattr(kind, step, None)) for step in STEPS):
         return None
     takes, reads = (dict(inspect.signature(getattr(kind, step)).parameters) for step in STEPS)
     encoded = [name for name in reads if role_of_parameter(name) == "memory"]
@@ -38,7 +38,7 @@ def forward_by_steps(kind: Any) -> Callable[..., Any] | None:
     if len(encoded) != 1:
         return None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def by_steps(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         module, *_ = bound.args
@@ -46,5 +46,5 @@ def forward_by_steps(kind: Any) -> Callable[..., Any] | None:
         made = module.decode(**{encoded[0]: module.encode(**first)}, **second)
         return getattr(module, LAST, lambda x: x)(made)
 
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    return forward
+    by_steps.__signature__ = signature  # type: ignore[attr-defined]
+    return by_steps
