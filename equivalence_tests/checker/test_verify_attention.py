@@ -487,3 +487,24 @@ def test_a_mask_of_what_no_token_was_is_listed() -> None:
     report = verify(HidesZeros)
     assert report.verdict == "partial", str(report)
     assert [one.detail for one in report.not_exercised if "masked_fill(empty" in one.detail], str(report)
+
+
+class OneMatrixFourTimes(nn.Module):
+    """A list of four copies that are none."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.linears = heads, nn.ModuleList([nn.Linear(dim, dim)] * 4)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pairs = zip(self.linears, (q, k, v), strict=False)
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in pairs)
+        context = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+        output: Tensor = self.linears[-1](context.transpose(1, 2).flatten(2))
+        return output
+
+
+def test_a_list_of_one_module_shows_that_no_projection_is_meant_to_be_shared() -> None:
+    (finding,) = verify(OneMatrixFourTimes).findings
+    assert finding.name == "projection_shared"
+    assert "4 entries of linears are one module" in finding.evidence

@@ -56,7 +56,7 @@ def projection_departures(
     if len(operands) == 3 and roles:
         yield from _inputs(attention, operands, roles)
     if module is not None:
-        by_weights = list(_weights(attention, operands, unused))
+        by_weights = list(_weights(attention, operands, unused, module))
         yield from by_weights or _norms_exchanged(attention, operands)
         yield from _shared_by_heads(attention, operands)
         yield from _idle_heads(attention, operands, unused)
@@ -118,7 +118,9 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
             yield source
 
 
-def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
+def _weights(
+    attention: Attention, operands: list[Operand], unused: list[str], module: nn.Module
+) -> Iterator[Departure]:
     """Weights, or rows of a packed one, that are used twice, and weights whose name says another role."""
     weights = [weight_of(attention, operand) for operand in operands]
     features = [feature_of(operand.codes).unique() for operand in operands]
@@ -133,7 +135,8 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
     used = [(weight, own.tolist()) for weight, own in zip(weights, features, strict=True)]
     alike = [place for place, one in enumerate(used) if used.count(one) > 1]
     if len(alike) == 3:
-        yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
+        facts = {"unused": unused, "claim": _held_again(module, weights[0])}
+        yield Departure("projection_shared", "project", _made_by(attention, operands[1]), facts)
         return
     made = _made_of(attention, operands[alike[0]]) if alike else []
     rows = 1 + max((int(feature_of(source.codes).max()) for source in made), default=0)
@@ -148,6 +151,15 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         line = taker if distinct == 1 else _made_by(attention, operands[second])
         name = f"{operands[second].role}_uses_{operands[first].role}_projection"
         yield Departure(name, "project", line, {"unused": unused if distinct == 2 else []})
+
+
+def _held_again(module: nn.Module, weight: str) -> str:
+    """Say that a list holds the module of a weight several times; "" where none does."""
+    parts = weight.split(".")
+    paths = [".".join(parts[:end]) for end in range(1, len(parts))]
+    lists = ((path, owner) for path in paths if isinstance(owner := module.get_submodule(path), nn.ModuleList))
+    again = (f"The {len(one)} entries of {path} are one module." for path, one in lists if len({*one}) == 1)
+    return next(again, "")
 
 
 def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
