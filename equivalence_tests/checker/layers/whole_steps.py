@@ -244,6 +244,11 @@ class Follower(Parts):
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
                 own = lies_in_order(value.places) and self.sums.is_put(value, x)
                 self._pooled("a token" if own else "another token", value, operation)
+            elif operation.name == "getitem" and self.sums.are_not_put(value, x):
+                self.sums.say(
+                    "all but the tokens that were put beside are taken", "output", "these stand for the whole"
+                )
+                self._give([slot.tensor], Value(value.terms, x))
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)
             else:

@@ -295,6 +295,12 @@ class Sums:
         put = [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
         return not any(put) or any(token in one for one in put)
 
+    def are_not_put(self, value: Value, taken: Tensor) -> bool:
+        """Whether all tokens are taken but those that were put beside them."""
+        count = value.places.size(1)
+        left = {*range(count)} - {*(taken // FEATURES % count).unique().tolist()}
+        return left in [self.put[label] for label in self.labels.ancestors(value.terms) if label in self.put]
+
     def is_of_one_sequence(self, value: Value, taken: Tensor) -> bool:
         """Say that one token of each step is taken where several sequences are one; say whether they are."""
         steps = [self.steps_of[label] for label in self.labels.ancestors(value.terms) if label in self.steps_of]
