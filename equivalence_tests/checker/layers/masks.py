@@ -25,6 +25,7 @@ from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 from equivalence_tests.checker.reach.proposing import code_of, parsed
 from equivalence_tests.checker.reach.state import ask
+from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reporting.lines import Frames
 from equivalence_tests.checker.reporting.lines import source_of as source_text
 
@@ -333,3 +334,10 @@ def _pads(module: nn.Module) -> list[int]:
     named = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
     most = min(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
     return [n for n in dict.fromkeys([*named, *USUAL_PADS]) if 0 <= n < most]
+
+
+def makes_where_missing(module: nn.Module, mask: str) -> bool:
+    """Whether a forward makes a mask by itself where it is given None."""
+    asked = (x for x in parsed(source_text(module.forward)) if isinstance(x, ast.If))
+    where_missing = (x.body for x in asked if ast.unparse(x.test) == f"{mask} is None")
+    return any(ast.unparse(own) == mask for body in where_missing for x in body for own, _ in assigned_in(x))

@@ -23,6 +23,7 @@ from equivalence_tests.checker.layers.masks import (
     hides_later_steps,
     line_that_sets,
     looks_ahead,
+    makes_where_missing,
     padding_in_front_sees_nothing,
 )
 from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, masks_of, outermost, recorded
@@ -31,7 +32,7 @@ from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import AIM, ModelRun, taken_by_losses
+from equivalence_tests.checker.reach.model_calls import AIM, TARGET, ModelRun, taken_by_losses
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.syntax import function_at
@@ -280,9 +281,12 @@ def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Ro
     if later and run.target is None and hides_later_steps(walk.module, run):
         yield "the future is unseen", OF_ANOTHER, next(iter(last), "")
         return
-    if run.masks and (run.target is not None or "mask" in calls or not calls):
-        if asked and later and run.target is None:
-            walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is passed")
+    own = [name for name in run.masks if TARGET.search(name) and makes_where_missing(walk.module, name)]
+    if run.masks and not (own and later) and (run.target is not None or "mask" in calls or not calls):
+        may_miss = any(p.name in run.masks and p.default is None for p in parameters_of(walk.module))
+        if later and (asked if run.target is None else may_miss):
+            hides = f"only {' or '.join(run.masks)} hides later tokens, if it is passed"
+            walk.report.notes.append("; ".join(filter(None, (asked, hides))))
         return
     claimed = asked or run.target is not None or causal_claim(walk.module, lambda: _with(run, run.source))
     walk.report.notes += [f"it predicts the next token: {asked}"] if asked and later else []

@@ -10,6 +10,7 @@ from equivalence_tests.checker.layers.masks import read_masks
 from equivalence_tests.checker.layers.models import SEES_ALL
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model
+from equivalence_tests.checker.zoo import layers
 
 
 class Reads(nn.Module):
@@ -282,3 +283,41 @@ def test_labels_change_nothing_but_the_loss() -> None:
     assert right.verdict == "equal", str(right)
     (wrong,) = verify(SeesTheFutureWithTargets).findings
     assert (wrong.name, wrong.stack[-1].text) == ("labels_change_outputs", "if targets is None:")
+
+
+class MakesItsMasks(layers.TranslationModel):
+    """Wrong: the mask of the target that it makes where none is passed hides padding alone."""
+
+    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if tgt_mask is None:
+            tgt_mask = self.made(tgt)
+        memory, x = self.encode(self.embed(src)), self.embed(tgt)
+        for layer in self.decoder_layers:
+            x = layer(x, memory, tgt_mask=tgt_mask)
+        logits: Tensor = self.head(self.last_norm(x))
+        return logits
+
+    def made(self, tgt: Tensor) -> Tensor:
+        return (tgt == 0).any(0)[None, :].repeat(tgt.size(1), 1)
+
+
+class MakesACausalMask(MakesItsMasks):
+    def made(self, tgt: Tensor) -> Tensor:
+        return super().made(tgt) | (self.future(tgt.size(1)) == 1)
+
+
+class LeavesItToItsCallers(MakesItsMasks):
+    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        memory, x = self.encode(self.embed(src)), self.embed(tgt)
+        for layer in self.decoder_layers:
+            x = layer(x, memory, tgt_mask=tgt_mask)
+        logits: Tensor = self.head(self.last_norm(x))
+        return logits
+
+
+def test_a_mask_that_a_model_makes_where_none_is_passed_has_to_hide_the_future() -> None:
+    assert verify(MakesItsMasks).mistakes == ("future_is_seen",)
+    assert verify(MakesACausalMask).findings == []
+    report = verify(LeavesItToItsCallers)
+    assert report.verdict == "equal", str(report)
+    assert "only tgt_mask hides later tokens, if it is passed" in report.notes
