@@ -28,7 +28,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.left_on_cpu import LEFT
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.model_calls import taken_by_losses
-from equivalence_tests.checker.reach.registering import REGISTERING
+from equivalence_tests.checker.reach.registering import REGISTERING, TENSOR
 from equivalence_tests.checker.reach.state import outside_modes, preserved_global_state, seen_constructors, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reach.tried import TRIED
@@ -205,12 +205,13 @@ def _add_crashes(report: Report) -> None:
 
 
 def _add_unregistered(report: Report) -> None:
-    """Report the modules that were found in plain lists."""
+    """Report the modules that were found in plain lists, and the tensors to be learnt that are no parameters."""
     for one in REGISTERING.found.values():
+        what, held = ("tensor", "numbers") if one.kind == TENSOR else ("modules", "parameters")
         facts = {"what": f"self.{one.name}", "kind": one.kind, "to": f"nn.Module{one.kind.title()}"}
         facts["to"] = facts["to"].replace("Tuple", "List")
-        evidence = f"parameters() and state_dict() name none of the {one.weights} parameters in it."
-        report.findings.append(found_mistake("modules_not_registered", facts, stack=one.stack, evidence=evidence))
+        evidence = f"parameters() and state_dict() name none of the {one.weights} {held} in it."
+        report.findings.append(found_mistake(f"{what}_not_registered", facts, stack=one.stack, evidence=evidence))
         report.verdict, report.reason = "deviates", ""
 
 

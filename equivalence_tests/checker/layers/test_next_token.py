@@ -288,7 +288,7 @@ def test_labels_change_nothing_but_the_loss() -> None:
 class MakesItsMasks(layers.TranslationModel):
     """Wrong: the mask of the target that it makes where none is passed hides padding alone."""
 
-    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
         if tgt_mask is None:
             tgt_mask = self.made(tgt)
         memory, x = self.encode(self.embed(src)), self.embed(tgt)
@@ -307,7 +307,7 @@ class MakesACausalMask(MakesItsMasks):
 
 
 class LeavesItToItsCallers(MakesItsMasks):
-    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
         memory, x = self.encode(self.embed(src)), self.embed(tgt)
         for layer in self.decoder_layers:
             x = layer(x, memory, tgt_mask=tgt_mask)

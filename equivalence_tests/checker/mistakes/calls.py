@@ -84,6 +84,14 @@ CALLS = (
             "(project(x) for project, x in zip(self.projections, (query, key, value)))",
         ),
     ),
+    _project(
+        "tensor_not_registered",
+        "{what} is to be learnt and is no nn.Parameter, so it is never trained, saved or moved to a device.",
+        ("{what} is a tensor with requires_grad=True", "{what} is an nn.Parameter"),
+        "Make it an nn.Parameter.",
+        ("for _ in range(3))", "for _ in range(3)); self.w = torch.randn(embed_dim, embed_dim, requires_grad=True)"),
+        ("self.v_proj(value)", "value @ self.w"),
+    ),
     _output(
         "weights_not_those_used",
         "The attention maps that are returned are not the weights that were used.",

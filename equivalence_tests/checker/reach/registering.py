@@ -1,4 +1,4 @@
-"""Register the modules that a module keeps in plain lists, so that the check goes on, and remember where they stood."""
+"""Register modules in plain lists, and tensors to be learnt, so that the check goes on, and note where they stood."""
 
 import ast
 import builtins
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.reach.syntax import assigned_in, nodes_in
@@ -15,10 +15,10 @@ from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_u
 
 
 class Unregistered(NamedTuple):
-    """An attribute of a class that keeps modules where no module looks for them."""
+    """An attribute of a class that keeps modules, or a tensor to be learnt, where no module looks for them."""
 
     name: str
-    kind: str  # what keeps them: list, tuple or dict
+    kind: str  # what keeps them: list, tuple or dict; "Tensor" for a tensor
     weights: int  # the number of parameters in them
     stack: tuple[CodeLine, ...]  # the line that sets it
 
@@ -37,17 +37,25 @@ class Registering:
         """Register what a module and the modules in it keep in lists, tuples and dictionaries."""
         waiting = [*module.modules()] if isinstance(module, nn.Module) else []
         for owner in waiting:  # which grows
+            for name in _learnt_aside(owner):
+                self._note(type(owner), name, TENSOR, vars(owner)[name].numel())
+                setattr(owner, name, nn.Parameter(vars(owner)[name].detach()))
             for name, kept in _kept_aside(owner):
-                file, line = _made_at(type(owner), name) if _is_unknown(kept, module) else ("", 0)
-                if line:
-                    weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
-                    found = Unregistered(name, type(kept).__name__, weights, code_lines(((file, line, ""),)))
-                    self.found.setdefault((type(owner), name), found)
+                weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
+                if _is_unknown(kept, module) and self._note(type(owner), name, type(kept).__name__, weights):
                     with contextlib.suppress(Exception):  # a class may refuse to be given anything
                         setattr(owner, name, made := _as_modules(kept))
                         waiting += made.modules()
 
+    def _note(self, owner: type, name: str, kind: str, weights: int) -> bool:
+        """Note what an attribute keeps, if the class makes it itself; say whether it does."""
+        file, line = _made_at(owner, name)
+        if line:
+            self.found.setdefault((owner, name), Unregistered(name, kind, weights, code_lines(((file, line, ""),))))
+        return bool(line)
 
+
+TENSOR = "Tensor"
 REGISTERING = Registering()
 
 
@@ -58,6 +66,12 @@ def _kept_aside(owner: nn.Module) -> list[tuple[str, Any]]:
     """
     held = [(name, x) for name, x in vars(owner).items() if not name.startswith("_") and _are_modules(x)]
     return sorted(held, key=lambda one: -len(tree_leaves(one[1])))
+
+
+def _learnt_aside(owner: nn.Module) -> list[str]:
+    """Name the attributes that are tensors to be learnt, made of no others, and no parameters."""
+    held = ((name, x) for name, x in vars(owner).items() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
+    return [name for name, x in held if x.requires_grad and x.is_leaf and _made_at(type(owner), name)[1]]
 
 
 def _are_modules(kept: Any) -> bool:

@@ -111,3 +111,21 @@ def test_modules_that_are_handed_over_are_whoevers_they_were(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", "self.layers = []").replace("LOOP", "made") + HANDED)
     whole = load(f"{tmp_path / 'mine.py'}:Whole")()
     assert "modules_not_registered" not in (*verify(whole).mistakes, *verify(whole.head).mistakes)
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_found"),
+    [
+        ("torch.randn(dim, dim).requires_grad_()", True),
+        ("torch.randn(dim, dim, requires_grad=True)", True),
+        ("nn.Parameter(torch.randn(dim, dim))", False),
+        ("torch.randn(dim, dim)", False),
+        ("2 * self.out.weight", False),
+    ],
+)
+def test_a_tensor_to_be_learnt_that_is_no_parameter_is_found(tmp_path: Path, kept: str, is_found: bool) -> None:
+    text = TEXT.replace("nn.Linear(dim, dim)\n", f"nn.Linear(dim, dim)\n        self.mixing = {kept}\n")
+    (tmp_path / "mine.py").write_text(text.replace("self.out(", "self.out(self.mixing.mean() * "))
+    found = [one for one in verify(f"{tmp_path / 'mine.py'}:Attention").findings if "registered" in one.name]
+    assert [one.name for one in found] == ["tensor_not_registered"] * is_found
+    assert [one.line.text for one in found if one.line] == [f"self.mixing = {kept}"] * is_found
