@@ -169,7 +169,7 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
     if mistakes:
         seen = "it is called twice" if mistakes[0] == "random_in_eval" else "one sample of the batch is changed"
         evidence = f"seen when {seen}, in every way in which the model runs"
-        lines = () if mistakes[0] == "random_in_eval" else _length_first_built(walk.module)
+        lines = () if mistakes[0] == "random_in_eval" else length_first_built(walk.module)
         walk.check("samples are independent", {mistakes[0]: lines}, "", evidence)
         return
     said = f"; it said {errors[0]}" if errors else ""
@@ -179,7 +179,7 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
     walk.report.coverage.append(Exercise(WHOLE_MODEL, False, why))
 
 
-def _length_first_built(module: nn.Module) -> Frames:
+def length_first_built(module: nn.Module) -> Frames:
     """The line that builds a layer of torch's whose samples lie along the second axis; none where there is none."""
     torchs = [m for m in module.modules() if is_torchs(m)]
     first = next((m for m in torchs if getattr(m, "batch_first", None) is False), None)

@@ -1,5 +1,6 @@
 """Check one layer: how its parts are wired, what becomes of its masks, and of its other arguments."""
 
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -15,21 +16,26 @@ from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LENGTH_FIRST, in_words
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
+from equivalence_tests.checker.layers.models import length_first_built
 from equivalence_tests.checker.layers.walk import Walk, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.callers import made_by_callers
 from equivalence_tests.checker.reach.calling import Trial
-from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
+from equivalence_tests.checker.reach.construction import MOST_BUILDS, built
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer, run_model
 from equivalence_tests.checker.reach.plans import Errors, crossed, positioned, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
+from equivalence_tests.checker.reach.state import prepare
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import Exercise, some_of
 from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
 
+MIXES = {"samples_mixed", "input_never_read"}
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
@@ -48,6 +54,10 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
         said = "it attends along the first axis, though others in its file are built with batch_first=True"
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
+    elif ways[0].plan.layout == "l b e" and not path:
+        for mistake, caller in itertools.islice(_mixing_callers(layer, sizes), 1):
+            evidence = f"seen when one sample is changed in {caller}, which constructs it"
+            walk.check(f"{label} (samples)", {mistake: length_first_built(layer)}, path, evidence)
     alike = [way for way in ways if sorted(role for _, role in way.plan.roles) == roles]
     trial, wiring = _followed(walk, alike, layer, walk.busy_in(path))
     _add_fresh_parts(walk, path, trial)
@@ -70,6 +80,14 @@ def _is_batch_first_elsewhere(layer: nn.Module) -> bool:
     file = sys.modules.get(type(layer).__module__)
     length_first = any(getattr(m, "batch_first", None) is False for m in layer.modules())
     return length_first and file is not None and "batch_first=True" in source_of(file).replace(" ", "")
+
+
+def _mixing_callers(layer: nn.Module, sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """Name the models of the user's that construct a layer and mix batch and length up, with the mistake that shows."""
+    for whole in made_by_callers(type(layer), lambda caller: built(caller, sizes, MOST_BUILDS)):
+        mistakes = list[str]()
+        if run_model(prepare(whole), sizes, [], mistakes) is None and MIXES & {*mistakes[:1]}:
+            yield mistakes[0], type(whole).__name__
 
 
 def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:

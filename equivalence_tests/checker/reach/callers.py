@@ -32,10 +32,14 @@ def taken_from_callers(target: type, construct: Callable[[Any], Any]) -> Iterato
 
     ``construct`` calls a class or a factory, and gives None where it finds no way to.
     """
-    for caller in itertools.islice(_callers(target), MOST_CALLERS):
-        whole = construct(caller)
-        inside = whole.modules() if isinstance(whole, nn.Module) else ()
-        yield from itertools.islice((m for m in inside if _is_of(target, type(m))), 1)
+    for whole in made_by_callers(target, construct):
+        yield from itertools.islice((m for m in whole.modules() if _is_of(target, type(m))), 1)
+
+
+def made_by_callers(target: type, construct: Callable[[Any], Any]) -> Iterator[nn.Module]:
+    """Give the modules that the functions and classes make that construct this one."""
+    wholes = map(construct, itertools.islice(_callers(target), MOST_CALLERS))
+    yield from (whole for whole in wholes if isinstance(whole, nn.Module))
 
 
 def _is_of(target: type, kind: type) -> bool:

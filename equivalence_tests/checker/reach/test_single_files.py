@@ -375,6 +375,31 @@ def assemble(words: int, width: int = 512, layers: int = 6, heads: int = 8) -> T
     embeds = (nn.Embedding(words, width) for _ in range(2))
     return Translator(nn.TransformerEncoder(layer, layers), stack, *embeds, nn.Linear(width, words))
 """
+TURNED = """
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(width, heads), nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y)[0]
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Classifier(nn.Module):
+    def __init__(self, vocab_size, width, heads, classes):
+        super().__init__()
+        self.embed, self.layer, self.head = (
+            nn.Embedding(vocab_size, width), Layer(width, heads), nn.Linear(width, classes)
+        )
+
+    def forward(self, ids):
+        return self.head(CALLED.mean(1))
+"""
+TURNS = TURNED.replace("CALLED", "self.layer(self.embed(ids).transpose(0, 1)).transpose(0, 1)")
 UNREAD = "tgt_mask: The mask is accepted but never"
 
 
@@ -395,13 +420,14 @@ def report_on(text: str, name: str, folder: Path) -> str:
         (PATCHES, "Model"),
         (EMBEDDED.replace("TAKEN", "x"), "Model"),
         (HANDED.replace("LAST", "self.norm(x)"), "Stack"),
+        (TURNS, "Layer"),
     ],
     ids=[
         *("a config with a size of its own", "the side of an image", "a part called a class", "its own key is hidden"),
         *("a log and a trainer that are not installed", "a scale that is handed on", "sets of another width"),
         *("a window", "a layer that attends itself", "items that are scored"),
         *("all heads rotated together", "a token before the patches", "what may be left out is needed"),
-        "layers that are handed over",
+        *("layers that are handed over", "the length comes first"),
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
@@ -427,12 +453,13 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (EMBEDDED.replace("TAKEN", "inputs_embeds"), "Model", "every layer gets the same input"),
         (HANDED.replace("LAST", "x"), "Stack", "self.blocks, self.norm"),
         (HANDED.replace("LAST", "self.norm(x)").replace("_output, tgt_mask)", "_output, None)"), "Translator", UNREAD),
+        (TURNED.replace("CALLED", "self.layer(self.embed(ids))"), "Layer", "one sample is changed in Classifier"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),
         *("a dropout in place", "a window that ends too early", "keys of a layer stay"),
         *("items one ahead", "a mask of nothing", "keys of all heads stay", "a scale that nobody chose"),
-        *("layers side by side", "the norm behind handed layers", "no forward"),
+        *("layers side by side", "the norm behind handed layers", "no forward", "batch and length"),
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
