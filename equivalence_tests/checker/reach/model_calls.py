@@ -284,10 +284,13 @@ def _mixed_samples(run: ModelRun) -> str | None:
     It is "" if all is well, and None if the model does not run on the changed sample.
     """
 
-    def flipped(x: Tensor) -> Tensor:  # on all axes: an image may have one channel
-        return torch.cat([x[:1].flip(*range(1, x.dim())), x[1:]])
+    def changed(x: Tensor) -> Tensor:  # flipped on all axes, since an image may have one channel
+        other = torch.cat([x[:1].flip(*range(1, x.dim())), x[1:]])
+        if x.dim() == 2:  # a mean may be the same in any order
+            other[0, 0] = other[0, 1]
+        return other
 
-    others = flipped(run.source), None if run.target is None else flipped(run.target)
+    others = changed(run.source), None if run.target is None else changed(run.target)
     ran = attempt(lambda: [run.call(*given) for given in ((run.source, run.target), (run.source, run.target), others)])
     if ran is None:
         return None
