@@ -3,7 +3,6 @@
 import ast
 import dis
 import functools
-import itertools
 import linecache
 import re
 import sys
@@ -130,8 +129,10 @@ class Branches:
         """
         _, own = code_of(target)
         ran = ((code, values) for code, values in self.values.items() if own is None or _is_of(code, own))
-        left = (one for code, values in ran for one in _left(code, code is own, values, target, listed))
-        yield from itertools.islice(left, MOST_LISTED)
+        left = [one for code, values in ran for one in _left(code, code is own, values, target, listed)]
+        yield from left[:MOST_LISTED]
+        if (more := len(left) - MOST_LISTED) > 0:
+            yield Exercise(f"{more} more condition{'s' * (more > 1)}", False, NOT_RUN)
 
 
 def _is_of(code: CodeType, own: CodeType) -> bool:

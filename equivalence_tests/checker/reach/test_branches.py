@@ -39,6 +39,17 @@ def far(x: int) -> int:
     return x
 
 
+def many(x: int) -> int:
+    x = x + 1 if x == 1 else x
+    x = x + 1 if x == 20 else x
+    x = x + 1 if x == 30 else x
+    x = x + 1 if x == 40 else x
+    x = x + 1 if x == 50 else x
+    x = x + 1 if x == 60 else x
+    x = x + 1 if x == 70 else x
+    return x + 1 if x == 80 else x
+
+
 class Switched(nn.Module):
     def __init__(self, doubled: bool = False) -> None:
         super().__init__()
@@ -56,7 +67,7 @@ def never(target: object, *calls: object) -> list[str]:
         seen.watching(target)(*x if isinstance(x, tuple) else (x,))  # type: ignore[arg-type]
     listed = list(seen.never(target))
     assert all(one.detail == NOT_RUN and not one.exercised for one in listed)
-    return [one.what.partition("where ")[2] for one in listed]
+    return [one.what.partition("where ")[2] or one.what for one in listed]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +86,10 @@ def test_what_no_call_was_is_listed(calls: tuple[object, ...], expected: list[st
 @pytest.mark.parametrize(("call", "expected"), [(1, "`x > 0` is false"), (-1, "`x > 0` is true")])
 def test_a_jump_over_many_lines_is_noted(call: int, expected: str) -> None:
     assert never(far, call) == [expected]
+
+
+def test_how_many_more_conditions_there_are_is_said() -> None:
+    assert never(many, 0)[-2:] == ["`x == 60` is true", "2 more conditions"]
 
 
 def test_what_an_instance_holds_is_as_it_is() -> None:
