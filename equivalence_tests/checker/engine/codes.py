@@ -42,14 +42,16 @@ def source_of(codes: Tensor) -> Tensor:
 
 
 def sources_in(codes: Tensor | None) -> list[int]:
-    """List the numbers of the sources, the least first; none where there are no names, or pairs of them.
+    """List the numbers of the sources, the least first; none where there are no names, pairs of them, or NaN.
 
     >>> sources_in(torch.cat([coded(3, torch.tensor([0, 1]), torch.tensor(7)), torch.tensor([UNKNOWN])]))
     [3]
+    >>> sources_in(torch.tensor([torch.nan, 1e13]))
+    []
     """
     if codes is None or codes.is_complex() or not codes.numel():
         return []
-    least, most = (int(x.item() // SPAN) for x in codes.aminmax())
+    least, most = (int(x.nan_to_num(UNKNOWN).item() // SPAN) for x in codes.aminmax())
     if least == most:
         return [least] * (least > 0)
     counts = torch.bincount(source_of(codes).reshape(-1).clamp_min(0))

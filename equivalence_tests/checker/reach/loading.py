@@ -131,7 +131,7 @@ def _called_by_its_forward(target: type) -> type:
                 del self._parameters[name]
             super().__setattr__(name, value)
 
-    Made.forward = functools.wraps(forward)(_in_torch(forward) if of_numpy else forward)
+    Made.forward = functools.wraps(forward)(_in_torch(forward)) if of_numpy else forward
     Made.__name__, Made.__qualname__, Made.__module__ = target.__name__, target.__qualname__, target.__module__
     return Made
 

@@ -217,6 +217,25 @@ def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> Non
     assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
 
 
+OF_NO_FRAMEWORK = """
+import torch
+
+
+class Mine:
+    def __init__(self, dim=12):
+        self.weights = torch.randn(3, dim, dim)
+
+    def forward(self, x):
+        q, k, v = (x @ w for w in self.weights)
+        return torch.softmax(q @ k.mT / k.size(-1) ** 0.5, -1) @ v
+"""
+
+
+def test_a_class_of_tensors_is_called_by_its_forward(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OF_NO_FRAMEWORK)
+    assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
+
+
 ON_A_GPU = """
 import torch
 from settings import DEVICE
