@@ -737,3 +737,29 @@ def test_what_a_model_does_to_its_tokens_is_said(old: str, new: str, said: str, 
     located = "deviates" if "is not part of" in said else "unchecked"
     assert report.verdict == (located if said else "equal"), str(report)
     assert said in " ".join(str(report).split())
+
+
+PAIRS = """
+import torch
+from torch import nn
+
+
+class Pairs(nn.Module):
+    def __init__(self, vocab_size, dim, num_heads=2, num_classes=5):
+        super().__init__()
+        self.first, self.second = (nn.Embedding(vocab_size, dim // 2) for _ in range(2))
+        self.places = nn.Embedding(64, dim)
+        layer = nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(dim, num_classes)
+
+    def forward(self, words, tags):
+        x = torch.cat([self.first(words), self.second(tags)JOINED], -1)
+        return self.head(self.encoder(x + self.places.weight[: x.size(1)])[:, -1])
+"""
+
+
+@pytest.mark.parametrize(("joined", "verdict"), [("", "equal"), (".flip(1)", "deviates")])
+def test_embeddings_of_two_ids_of_each_token_are_joined(joined: str, verdict: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(PAIRS.replace("JOINED", joined), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Pairs")  # whose width has to be even
+    assert report.verdict == verdict, str(report)

@@ -7,7 +7,6 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in, never_cut, never_hid
 from equivalence_tests.checker.engine.running import Call, is_data
@@ -31,6 +29,7 @@ from equivalence_tests.checker.layers.one_layer import (
     ways_to_call,
     with_more,
 )
+from equivalence_tests.checker.layers.options import with_memory, with_options
 from equivalence_tests.checker.layers.walk import (
     REPORTED,
     Walk,
@@ -57,7 +56,7 @@ from equivalence_tests.checker.reach.configs import made_up_for
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import TIME, ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors
-from equivalence_tests.checker.reach.proposing import called_arguments, other_options
+from equivalence_tests.checker.reach.proposing import called_arguments
 from equivalence_tests.checker.reach.state import InDouble, prepare
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -68,9 +67,6 @@ MOST_SIZES = 2
 NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", WHOLE_MODEL)
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MIXED = re.compile(r"same dtype|scalar type (Double|Float)|type \((float|double)\)")  # two precisions
-CROSS = re.compile(r"cross|memory|context|encoder")
-OF_ITSELF = re.compile(r"self_?att")
-NO_MEMORY = "cross_attention_from_decoder"
 AS_WRITTEN = {"residual_missing", "residual_from_normalised"}  # in the program, too
 PARTS_ALONE = "Its parts are right, but it was not compared as a whole."
 OF_TIME = "it embeds time steps, which diffusion models do with these frequencies"
@@ -88,14 +84,22 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
 
 def _examine_in_sizes(found: Any, name: str, adapter: Adapter) -> Report:
     tried: dict[Sizes, Report] = {}
+    refused: dict[Sizes, CannotCheckError] = {}
     for subject in subjects(found, name, adapter):
-        if subject.sizes not in tried and len(tried) == MOST_SIZES:
+        if subject.sizes in (*tried, *refused):
+            continue
+        if len(tried) + len(refused) == MOST_SIZES:
             break
-        if subject.sizes not in tried:
+        try:
             tried[subject.sizes] = report = _examine_subject(subject, name)
-            # Some classes take only heads of even width, and no other sizes tell more.
-            if not _left_open(report):
-                return _with_options(_with_memory(report, subject), subject)
+        except CannotCheckError as error:
+            refused[subject.sizes] = error
+            continue
+        # Some classes take only heads of even width, and no other sizes tell more.
+        if not _left_open(report):
+            return with_options(with_memory(report, subject, _examine_subject), subject, _examine_subject)
+    if not tried:
+        raise next(iter(refused.values()))
     return min(tried.values(), key=_left_open)
 
 
@@ -103,52 +107,6 @@ def _left_open(report: Report) -> int:
     """Count what was not looked at: the whole, where it did not run, and parts and wirings."""
     skipped = sum(check.outcome == "skipped" for check in report.checks)
     return skipped + sum(one.what == WHOLE_MODEL and not one.exercised for one in report.coverage)
-
-
-def _with_memory(report: Report, subject: Subject) -> Report:
-    """Check a class that takes no keys from its memory once more with the option that asks for them."""
-    target: Any = type(subject.function)
-    options = other_options(target) if subject.built and NO_MEMORY in {one.name for one in report.findings} else ()
-    asking = {True: CROSS, False: OF_ITSELF}
-    for name, value in ((name, x) for name, x in options if isinstance(x, bool) and asking[x].search(name)):
-        other = built_alike(target, subject, **{name: value})
-        found = _examine_subject(replace(subject, function=other), report.target) if other is not None else report
-        if NO_MEMORY not in {one.name for one in found.findings}:
-            return found
-    return report
-
-
-def _with_options(report: Report, subject: Subject) -> Report:
-    """Check a class that is right once more with each other string that its constructor takes, and as a decoder's."""
-    target: Any = type(subject.function)
-    if report.verdict not in ("equal", "partial") or not subject.built:
-        return report
-    options = [
-        (name, x) for name, x in other_options(target) if isinstance(x, str) or (x is True and CROSS.search(name))
-    ]
-    for name, value in options:
-        what, other = f"{name}={value}", built_alike(target, subject, **{name: value})
-        if other is None:
-            report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
-            continue
-        found = _examine_subject(replace(subject, function=other), report.target)
-        with_it = [one for one in found.findings if value is True or never_asked(one)]
-        report.findings += [
-            replace(one, evidence="; ".join(filter(None, (one.evidence, f"built with {what}")))) for one in with_it
-        ]
-        if value is True and found.verdict != "unchecked":
-            report.coverage = [*_run_in(report.coverage, found, what)]
-        unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised
-        report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
-    report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"
-    return report
-
-
-def _run_in(coverage: list[Exercise], other: Report, what: str) -> Iterator[Exercise]:
-    """Note of what was not run that it was in the same class, built with an option."""
-    left = {one.what for one in other.not_exercised}
-    for one in coverage:
-        yield one if one.exercised or one.what in left else replace(one, exercised=True, detail=f"built with {what}")
 
 
 def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Report:

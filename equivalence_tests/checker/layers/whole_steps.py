@@ -150,12 +150,22 @@ class Follower(Parts):
             self._scored(items, data, operation)
         elif name == "stack" and len(data) == len(inputs) > 1 and data[0].places.dim() == 3:
             self._side_by_side(operation, data)
+        elif name == "cat" and len(data) == len(inputs) > 1 and self._are_of_one_token(operation, data):
+            self.sums.say("embeddings of one token are joined", "project", "each is of ids of its own")
+            self._function("embedding", "the joined embeddings", data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
         elif not operation.outputs[0].value.is_floating_point():
             self._of_ids(operation, data)
         else:
             self._strange(operation, data)
+
+    def _are_of_one_token(self, operation: Operation, data: list[Value]) -> bool:
+        """Whether the features of embeddings are joined, token by token."""
+        widths, rows = [x.value.size(-1) for x in operation.inputs], [x.places[..., :1] // FEATURES for x in data]
+        joined = operation.outputs[0].value.size(-1) == sum(widths) and lies_in_order(data[0].places)
+        alike = all(x.shape == rows[0].shape and torch.equal(x, rows[0]) for x in rows)
+        return joined and alike and {self.labels.kind(x) for x in data} == {"embedding"}
 
     def _put_before(self, operation: Operation, data: list[Value]) -> None:
         if not lies_in_order(data[0].places):

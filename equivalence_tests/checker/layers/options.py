@@ -1,0 +1,63 @@
+"""Check a layer once more, built with the other values that its constructor takes."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from equivalence_tests.checker.engine.coverage import built_alike, never_asked
+from equivalence_tests.checker.reach.proposing import other_options
+from equivalence_tests.checker.reach.subject import Subject
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.report import Report
+
+Examine = Callable[[Subject, str], Report]
+CROSS = re.compile(r"cross|memory|context|encoder")
+OF_ITSELF = re.compile(r"self_?att")
+NO_MEMORY = "cross_attention_from_decoder"
+
+
+def with_memory(report: Report, subject: Subject, examine: Examine) -> Report:
+    """Check a class that takes no keys from its memory once more with the option that asks for them."""
+    target: Any = type(subject.function)
+    options = other_options(target) if subject.built and NO_MEMORY in {one.name for one in report.findings} else ()
+    asking = {True: CROSS, False: OF_ITSELF}
+    for name, value in ((name, x) for name, x in options if isinstance(x, bool) and asking[x].search(name)):
+        other = built_alike(target, subject, **{name: value})
+        found = examine(replace(subject, function=other), report.target) if other is not None else report
+        if NO_MEMORY not in {one.name for one in found.findings}:
+            return found
+    return report
+
+
+def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
+    """Check a class that is right once more with each other string that its constructor takes, and as a decoder's."""
+    target: Any = type(subject.function)
+    if report.verdict not in ("equal", "partial") or not subject.built:
+        return report
+    options = [
+        (name, x) for name, x in other_options(target) if isinstance(x, str) or (x is True and CROSS.search(name))
+    ]
+    for name, value in options:
+        what, other = f"{name}={value}", built_alike(target, subject, **{name: value})
+        if other is None:
+            report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
+            continue
+        found = examine(replace(subject, function=other), report.target)
+        with_it = [one for one in found.findings if value is True or never_asked(one)]
+        report.findings += [
+            replace(one, evidence="; ".join(filter(None, (one.evidence, f"built with {what}")))) for one in with_it
+        ]
+        if value is True and found.verdict != "unchecked":
+            report.coverage = [*_run_in(report.coverage, found, what)]
+        unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised
+        report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
+    report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"
+    return report
+
+
+def _run_in(coverage: list[Exercise], other: Report, what: str) -> Iterator[Exercise]:
+    """Note of what was not run that it was in the same class, built with an option."""
+    left = {one.what for one in other.not_exercised}
+    for one in coverage:
+        yield one if one.exercised or one.what in left else replace(one, exercised=True, detail=f"built with {what}")
