@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in, never_cut, never_hid
 from equivalence_tests.checker.engine.running import Call, is_data
 from equivalence_tests.checker.engine.same import identical
+from equivalence_tests.checker.engine.training import never_trained
 from equivalence_tests.checker.equivalent.calls import WHOLE, diagnose_call
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_with_proof
 from equivalence_tests.checker.equivalent.steps import RESIDUAL
@@ -133,6 +134,8 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
         say_that_it_does_not_run(walk, errors, mistakes)
     elif run is not None and of_model:
         add_model(walk, run)
+    if run is not None and walk.ran is not None:
+        report.findings += never_trained(walk.ran, module, lambda: run.call(run.source, run.target))
     return _judged_as_a_whole(walk, run, subject)
 
 

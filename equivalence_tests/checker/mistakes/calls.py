@@ -92,6 +92,14 @@ CALLS = (
         ("for _ in range(3))", "for _ in range(3)); self.w = torch.randn(embed_dim, embed_dim, requires_grad=True)"),
         ("self.v_proj(value)", "value @ self.w"),
     ),
+    _project(
+        "parameter_never_trained",
+        "{what} is read without its gradient, so that it is never trained.",
+        ("x + self.weight.data", "x + self.weight"),
+        "Leave out .data or detach(); what has to stay as it is belongs in a buffer.",
+        ("self.v_proj(value)", "nn.functional.linear(value, self.v_proj.weight.data, self.v_proj.bias)"),
+        on_purpose_in="Codebooks that a moving average updates (VQ-VAE).",
+    ),
     _output(
         "weights_not_those_used",
         "The attention maps that are returned are not the weights that were used.",

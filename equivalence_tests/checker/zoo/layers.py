@@ -188,6 +188,11 @@ class TranslationModel(nn.Module):
         return self.norm(x)
 
 
+class FrozenPositionsModel(TranslationModel):
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids) + self.positions.weight.data[: ids.size(1)]
+
+
 class UnchainedModel(TranslationModel):
     def encode(self, x: Tensor) -> Tensor:
         return [layer(x) for layer in self.encoder_layers][-1]
@@ -273,6 +278,7 @@ BROKEN = (
     (BranchNormLayer, ("residual_after_norm",), "LayerNorm: on the branch"),
     (StaleInputLayer, ("sublayer_reads_another_tensor",), "residual: of another tensor"),
     (StaleResidualLayer, ("residual_from_elsewhere",), "residual: of another tensor"),
+    (FrozenPositionsModel, ("parameter_never_trained",), "positions: never trained"),
     (UnchainedModel, ("layers_not_chained",), MODEL),
     (UnencodedModel, ("memory_is_not_encoder_output",), MODEL),
     (OneLayerModel, ("layers_share_parameters",), MODEL),
