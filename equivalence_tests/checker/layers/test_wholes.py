@@ -763,3 +763,11 @@ def test_embeddings_of_two_ids_of_each_token_are_joined(joined: str, verdict: st
     (tmp_path / "theirs.py").write_text(PAIRS.replace("JOINED", joined), encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:Pairs")  # whose width has to be even
     assert report.verdict == verdict, str(report)
+
+
+def test_tables_of_positions_may_be_added_up_first(tmp_path: Path) -> None:
+    text = PAIRS.replace("JOINED", "").replace("self.places = ", "self.more, self.places = nn.Embedding(64, dim), ")
+    places = "(self.places(n := torch.arange(x.size(1), device=x.device)) + self.more(n))"
+    (tmp_path / "theirs.py").write_text(text.replace("self.places.weight[: x.size(1)]", places), encoding="utf-8")
+    report = verify(f"{tmp_path / 'theirs.py'}:Pairs")
+    assert report.verdict == "equal", str(report)

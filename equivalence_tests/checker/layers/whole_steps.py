@@ -291,7 +291,8 @@ class Follower(Parts):
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
             self.sums.say("what is added is in another order", "project")
-        largest = max(both, key=lambda x: x.places.numel()).places.expand(operation.outputs[0].value.shape)
+        largest = max((x.places for x in both), key=Tensor.numel, default=one.places)  # of tables alone: none
+        largest = largest.expand(operation.outputs[0].value.shape if both else largest.shape)
         terms = summed(one.terms, other.terms, sign)
         self.labels.sums.setdefault(terms, frames)
         for label in {*dict(one.terms)} & {*dict(other.terms)} - {*dict(terms)}:
