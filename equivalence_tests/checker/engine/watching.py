@@ -311,6 +311,8 @@ def _product_summed(recorder: Recorder, x: Tensor, *options: Any) -> Tensor | No
         return None
     if type(axis) is not int or not -x.dim() <= axis < x.dim() or not x.is_floating_point():
         return None
+    if any(slot.tensor.dtype != x.dtype for slot in last.inputs):  # a Boolean mask is no factor of an einsum
+        return None
     if not all(any(not name.startswith("buffer:") for name in recorder.named(bits)) for bits in last.origins):
         return None  # a table of constants, as of positions by which pairs are rotated
     letters = ascii_letters[: x.dim()]

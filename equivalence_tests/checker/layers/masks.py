@@ -332,7 +332,7 @@ def _side(name: str) -> str:
 def _pads(module: nn.Module) -> list[int]:
     """The ids that may be padding: what the model says, and what is usual."""
     named = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
-    most = min(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
+    most = min((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
     return [n for n in dict.fromkeys([*named, *USUAL_PADS]) if 0 <= n < most]
 
 

@@ -771,3 +771,30 @@ def test_tables_of_positions_may_be_added_up_first(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(text.replace("self.places.weight[: x.size(1)]", places), encoding="utf-8")
     report = verify(f"{tmp_path / 'theirs.py'}:Pairs")
     assert report.verdict == "equal", str(report)
+
+
+OF_PARAMETERS = """
+import torch
+from torch import nn
+
+
+class Words(nn.Module):
+    def __init__(self, vocab_size, dim, num_heads):
+        super().__init__()
+        self.words, self.places = nn.Parameter(torch.randn(vocab_size, dim)), nn.Parameter(torch.randn(64, dim))
+        layer = nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(dim, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.words[tokens] + PLACES))
+"""
+
+
+def test_ids_may_be_looked_up_in_a_parameter(tmp_path: Path) -> None:
+    for end, verdict in (
+        ("tokens.size(1)]", "equal"),
+        ("len(tokens), None]", "deviates"),
+    ):
+        (tmp_path / "theirs.py").write_text(OF_PARAMETERS.replace("PLACES", f"self.places[: {end}"), encoding="utf-8")
+        report = verify(f"{tmp_path / 'theirs.py'}:Words")
+        assert report.verdict == verdict, str(report)

@@ -137,6 +137,8 @@ class Follower(Parts):
             self._by_function("layer_norm", operation, data)
         elif name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
+        elif name == "getitem" and len(inputs) == 2 and id(inputs[0]) in self.learnt:
+            self._looked_up(self._names(inputs[0]), inputs[1], operation.outputs[0].tensor)
         elif self.labels.kind(data[0]) == "compared":
             if name != "sum" or not sums_features(operation):
                 self._strange(operation, data)

@@ -22,6 +22,7 @@ from equivalence_tests.checker.reach.proposing import (
     exact_lengths,
     nodes_of,
     parameters_of,
+    parsed,
     ranked,
     taken_by_parts,
     unread_arguments,
@@ -307,6 +308,7 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     """Draw what the model may take: ids where it has embeddings, images where it has patches, features else."""
     generator = torch.Generator().manual_seed(0)
     vocabularies = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+    vocabularies += [len(table) for m in module.modules() for table in _looked_up_in(m)]
     sizes = [n for n in vocabularies if n > FIRST_ID + 2]
     exact = (n for length in exact_lengths(module) for n in (length, length - 1))  # a class token may come before them
     lengths = [*LENGTHS, *((n, n) for n in exact)]
@@ -328,6 +330,17 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     ):
         for side in _image_sides(module, patch, stated):
             yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
+
+
+def _looked_up_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """List the matrices in which a forward looks its arguments up, as an embedding does."""
+    given = {p.name for p in parameters_of(module)} if module._parameters else set[str]()
+    for node in parsed(source_of(type(module))) if given else ():
+        match node:
+            case ast.Subscript(ast.Attribute(ast.Name(id="self"), attr=name), ast.Name(id=argument)):
+                table = module._parameters.get(name)
+                if argument in given and table is not None and table.dim() == 2:
+                    yield table
 
 
 def _patches(module: nn.Module) -> list[tuple[int, int]]:
