@@ -287,8 +287,9 @@ def _mixed_samples(run: ModelRun) -> str | None:
 
     def changed(x: Tensor) -> Tensor:  # flipped on all axes, since an image may have one channel
         other = torch.cat([x[:1].flip(*range(1, x.dim())), x[1:]])
-        if x.dim() == 2:  # a mean may be the same in any order
-            other[0, 0] = other[0, 1]
+        new = x[1][~torch.isin(x[1], x[0])] if x.dim() == 2 else x[:0]  # since a mean is the same in any order
+        if len(new):
+            other[0, 0] = new[0]
         return other
 
     others = changed(run.source), None if run.target is None else changed(run.target)
