@@ -23,9 +23,8 @@ from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.branches import RAN
 from equivalence_tests.checker.reach.crashes import CRASHES
-from equivalence_tests.checker.reach.devices import on_cpu_where_a_gpu_is_asked_for
+from equivalence_tests.checker.reach.devices import LEFT, on_cpu_where_a_gpu_is_asked_for
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.left_on_cpu import LEFT
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.model_calls import taken_by_losses
 from equivalence_tests.checker.reach.registering import REGISTERING, TENSOR

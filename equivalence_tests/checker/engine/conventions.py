@@ -72,12 +72,13 @@ class Conventions:
             yield Departure("rotary_positions", "rotary", place, evidence=said)
 
     def _takes_angles(self, operand: Operand) -> bool:
-        """Whether the tables that rotate an operand are handed over: their base is known elsewhere."""
+        """Whether the tables that rotate an operand are handed over: their base and scale are known elsewhere."""
         pairs = zip(self.recorder.names, self.recorder.given, strict=True)
         given = {name for name, x in pairs if name.startswith("arg:") and x.value.is_floating_point()}
         turning = (operation for operation, _, _ in operand.steps(self.run) if operation.name == "mul")
         beside = (pair for operation in turning for pair in self._names.beside(operation))
-        return any(name in given for _, bits in beside for name in self.recorder.named(bits))
+        sides = [self.recorder.named(bits) for _, bits in beside]
+        return any(names and given.issuperset(names) for names in sides)
 
     def _numbers_beside(self, operand: Operand) -> set[float]:
         """The numbers in the files that rotate an operand."""

@@ -331,7 +331,7 @@ class Evidence(Conventions):
             return ""
         total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
         kept = self._setting(abs(turns[0]), _is_no_size, own=True)
-        if abs(total / turns[0] / turns[1] - 1) >= LOOSE or not (kept or self._takes_tables(operands[0])):
+        if abs(total / turns[0] / turns[1] - 1) >= LOOSE or not (kept or self._takes_angles(operands[0])):
             return ""
         return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
 
@@ -368,13 +368,6 @@ class Evidence(Conventions):
         owners = [self.module.get_submodule(place)] if self.module is not None else []
         held = (item for holder in [*owners, *self._holders()] for item in numbers_of(holder))
         return any(SCALES.fullmatch(name) and x not in (0, 1) for name, x in held)
-
-    def _takes_tables(self, operand: Operand) -> bool:
-        """Whether the tables of a rotation are handed over, so that another's code makes their scale."""
-        steps = (operation for operation, _, _ in operand.steps(self.run))
-        origins = (bits for operation in steps if operation.name == "mul" for bits in operation.origins)
-        sides = map(self.recorder.named, origins)
-        return any(names and all(name.startswith("arg:") for name in names) for names in sides)
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""

@@ -12,7 +12,7 @@ from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.branches import RAN
-from equivalence_tests.checker.reach.left_on_cpu import LEFT
+from equivalence_tests.checker.reach.devices import LEFT
 from equivalence_tests.checker.reach.state import keeping_state, settings_of
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 

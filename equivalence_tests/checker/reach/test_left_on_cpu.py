@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests import verify
-from equivalence_tests.checker.reach.devices import OnCPU
-from equivalence_tests.checker.reach.left_on_cpu import LeftOnCPU
+from equivalence_tests.checker.reach.devices import LeftOnCPU, OnCPU
 from equivalence_tests.checker.zoo.right import broken
 
 device = torch.device("cpu")
