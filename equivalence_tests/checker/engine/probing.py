@@ -29,11 +29,11 @@ from equivalence_tests.checker.engine.visibility import (
     pattern_of,
     probed,
     seen_in,
+    sides_of_windows,
     triangle_of,
 )
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MULTIPLIES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
-from equivalence_tests.checker.engine.windows import sides_of_windows
 from equivalence_tests.checker.reach.calling import OF_PIXELS, columns_of
 from equivalence_tests.checker.reach.construction import built_with
 from equivalence_tests.checker.reach.errors import said

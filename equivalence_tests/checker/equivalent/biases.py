@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.names import Part
-from equivalence_tests.checker.engine.windows import Windows, read_windows
+from equivalence_tests.checker.engine.visibility import Windows, read_windows
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Relative, Slice, read_relative
 from equivalence_tests.checker.equivalent.parameters import apart_in, paired, steps_to

@@ -26,8 +26,8 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination, inputs_of, is_data
+from equivalence_tests.checker.engine.visibility import Windows
 from equivalence_tests.checker.engine.watching import ModuleCall
-from equivalence_tests.checker.engine.windows import Windows
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import (
     Holding,
@@ -239,21 +239,22 @@ def apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layout
     call.seeds = {id(x): numbered(x.shape) for x in tokens}
     if all(x.dim() == 4 for x in tokens) and _convolves(call.module, tokens):
         call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
-        return _examined(call), Layout(_features_last, _features_last, first_output)
+        return examined_alone(call), Layout(_features_last, _features_last, first_output)
     named_alike = found.call.seeds.keys() == call.seeds.keys() and found.call.function is call.function
-    alone = found if named_alike and len(found.judgements) == 1 else _examined(call)
+    alone = found if named_alike and len(found.judgements) == 1 else examined_alone(call)
     if _holds_samples_first(alone.judgements[0], call, _samples_first):
         return alone, Layout(_samples_first, _samples_first, first_output)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
-    alone = _examined(call)
+    alone = examined_alone(call)
     if not _holds_samples_first(alone.judgements[0], call, _exchanged):
         raise UnreadError("neither its first axis nor its second holds the samples")
     return alone, Layout(_exchanged, _exchanged, first_output)
 
 
-def _examined(call: Call) -> Examination:
+def examined_alone(call: Call) -> Examination:
+    """Examine the one attention of a call."""
     found = examine(call, GivenMasks(call))
     if len(found.judgements) != 1:
         raise UnreadError("more than one attention runs in one forward")

@@ -6,14 +6,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.given_masks import GivenMasks
-from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.leaving_out import Repair, exchanges
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.equivalent.calls import add_departures_of_weights, apart, holding_of, redrawn, unwritten
+from equivalence_tests.checker.equivalent.calls import (
+    add_departures_of_weights,
+    apart,
+    examined_alone,
+    holding_of,
+    redrawn,
+    unwritten,
+)
 from equivalence_tests.checker.equivalent.deciding import Holding
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.holding import Held
@@ -102,9 +107,7 @@ def locate_in_call(report: Report, call: Call, intended: Mapping[str, str]) -> N
 
 def _alone(call: Call) -> tuple[Examination, Layout]:
     """Examine the one attention of a call, or the sub-module that holds it."""
-    found = examine(call, GivenMasks(call))
-    if len(found.judgements) != 1:
-        raise UnreadError("there is not one attention in it")
+    found = examined_alone(call)
     return apart(found, found.judgements[0])
 
 

@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.checks import (
     Check,
     check_eval_is_deterministic,
     check_float32_error,
+    in_half_precision,
     judge_checks,
     run_check,
 )
@@ -35,7 +36,6 @@ from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_size
 from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
-from equivalence_tests.checker.engine.precisions import in_half_precision
 from equivalence_tests.checker.engine.probing import (
     crossing,
     in_training,

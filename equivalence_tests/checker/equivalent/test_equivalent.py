@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.windows import Windows
+from equivalence_tests.checker.engine.visibility import Windows
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made, Values

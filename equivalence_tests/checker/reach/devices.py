@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.reach.errors import ASKED_FOR
-from equivalence_tests.checker.reach.syntax import assigned_in, nodes_in
+from equivalence_tests.checker.reach.syntax import file_of, setting
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import TORCH, Frames, is_users, local_here
 
@@ -158,19 +158,9 @@ def _kept_by(owner: object, x: Tensor) -> Frames:
 @functools.lru_cache(maxsize=256)
 def _made_once(kind: type, name: str) -> Frames:
     """Give the line of a constructor that alone sets an attribute and chooses no device; () if there is none."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if not is_users(path):
-        return ()
-    of_class = (x for x in nodes_in(path) if isinstance(x, ast.ClassDef) and x.name == kind.__name__)
-    methods = [x for one in of_class for x in one.body if isinstance(x, ast.FunctionDef)]
-    every = [(one.name, target, ast.unparse(value)) for one in methods for target, value in _attributes_set(one, name)]
-    alone = [target for method, target, value in every if method == "__init__" and not CHOOSES.search(value)]
-    return ((path, alone[0].lineno, "__init__"),) if len(every) == len(alone) == 1 else ()
-
-
-def _attributes_set(method: ast.FunctionDef, name: str) -> Iterator[tuple[ast.expr, ast.expr]]:
-    pairs = (pair for node in ast.walk(method) for pair in assigned_in(node))
-    yield from (pair for pair in pairs if isinstance(pair[0], ast.Attribute) and pair[0].attr == name)
+    every = [(method.name, line, ast.unparse(value)) for method, line, value in setting(kind, name)]
+    alone = [line for method, line, value in every if method == "__init__" and not CHOOSES.search(value)]
+    return ((file_of(kind), alone[0], "__init__"),) if len(every) == len(alone) == 1 else ()
 
 
 def _chooses_for_all(path: str) -> bool:

@@ -3,15 +3,13 @@
 import ast
 import builtins
 import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.reach.syntax import assigned_in, nodes_in
-from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, is_users
+from equivalence_tests.checker.reach.syntax import file_of, setting
+from equivalence_tests.checker.reporting.lines import CodeLine, code_lines
 
 
 class Unregistered(NamedTuple):
@@ -100,21 +98,10 @@ def _made_at(owner: type, name: str) -> tuple[str, int]:
     What a method is handed is no more than kept there: whoever made it may have registered it.
     """
     for kind in owner.__mro__:
-        file = str(getattr(sys.modules.get(kind.__module__), "__file__", None))
-        inside = nodes_in(file) if is_users(file) and file.endswith(".py") else []
-        methods = (x for one in inside if isinstance(one, ast.ClassDef) and one.name == kind.__name__ for x in one.body)
-        for method in (x for x in methods if isinstance(x, ast.FunctionDef)):
-            lines = [line for line, value in _set_to(name, method) if not _is_handed_over(value, method)]
-            if lines:
-                return file, min(lines)
+        lines = [line for method, line, value in setting(kind, name) if not _is_handed_over(value, method)]
+        if lines:
+            return file_of(kind), min(lines)
     return "", 0
-
-
-def _set_to(name: str, method: ast.FunctionDef) -> Iterator[tuple[int, ast.expr]]:
-    """Give the lines of a method that set an attribute, and what they set it to."""
-    pairs = (pair for statement in ast.walk(method) for pair in assigned_in(statement))
-    inside = ((x, value) for target, value in pairs for x in ast.walk(target) if isinstance(x, ast.Attribute))
-    yield from ((x.lineno, value) for x, value in inside if x.attr == name and isinstance(x.ctx, ast.Store))
 
 
 def _is_handed_over(value: ast.expr, method: ast.FunctionDef) -> bool:

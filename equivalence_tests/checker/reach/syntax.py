@@ -3,7 +3,10 @@
 import ast
 import functools
 import linecache
+import sys
 from collections.abc import Collection, Iterator, Sequence
+
+from equivalence_tests.checker.reporting.lines import is_users
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,6 +34,22 @@ def assigned_in(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
         pairs = zip(getattr(target, "elts", ()), getattr(node.value, "elts", ()), strict=False)
         yield from pairs if several else [(target, node.value)]
+
+
+def file_of(kind: type) -> str:
+    """Give the file of the user's that a class is written in; "" where it is none of theirs."""
+    file = str(getattr(sys.modules.get(kind.__module__), "__file__", None))
+    return file if is_users(file) and file.endswith(".py") else ""
+
+
+def setting(kind: type, name: str) -> Iterator[tuple[ast.FunctionDef, int, ast.expr]]:
+    """Give the methods of a class itself that set an attribute, each with the line and with what it is set to."""
+    classes = (x for x in nodes_in(file_of(kind)) if isinstance(x, ast.ClassDef) and x.name == kind.__name__)
+    for method in (x for one in classes for x in one.body if isinstance(x, ast.FunctionDef)):
+        pairs = (pair for node in ast.walk(method) for pair in assigned_in(node))
+        targets = ((x, value) for target, value in pairs for x in ast.walk(target) if isinstance(x, ast.Attribute))
+        stored = ((x, value) for x, value in targets if x.attr == name and isinstance(x.ctx, ast.Store))
+        yield from ((method, x.lineno, value) for x, value in stored)
 
 
 def handed_back(path: str, called: str, arguments: Sequence[str], holders: Collection[str]) -> int | None:
