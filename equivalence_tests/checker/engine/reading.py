@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from equivalence_tests.checker.engine.contracts.ending import wrap_of
+from equivalence_tests.checker.engine.contracts.ending import bare, wrap_of
 from equivalence_tests.checker.engine.contracts.projecting import output_weight, weight_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, is_upper_left
 from equivalence_tests.checker.engine.judgement import Judgement
-from equivalence_tests.checker.engine.names import Identities, Source
 from equivalence_tests.checker.engine.situations import Situation, output_codes
 from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.state import changed_by_calls
@@ -111,17 +110,10 @@ def _wrap(situation: Situation) -> str:
     if judgement is None or read is None:
         return ""
     wrap = wrap_of(judgement.attention, read[1])
-    names = judgement.attention.run.names
-    parents = [names.sources[n] for o in judgement.first_operands[:1] for source in o.sources for n in source.parents]
-    normed = any(_is_norm(names, parent) for parent in parents)
+    sources = judgement.attention.run.names.sources
+    parents = [sources[n] for o in judgement.first_operands[:1] for source in o.sources for n in source.parents]
+    normed = any(bare(judgement.attention, parent).kind == "normed" for parent in parents)
     return WRAPS.get((wrap, normed), "")
-
-
-def _is_norm(names: Identities, source: Source) -> bool:
-    """Whether a source is what a norm gives, with its bias or without."""
-    if source.kind == "added" and len(source.parents) == 1:
-        return _is_norm(names, names.sources[source.parents[0]])
-    return source.kind in ("normed", "gain")
 
 
 def is_causal(judgement: Judgement) -> bool:

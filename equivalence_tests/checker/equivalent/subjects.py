@@ -325,7 +325,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(loud(situation))
     add(overflowing(situation))
     add(in_training(situation, report))
-    add(made_in_forward(situation))
+    add(made_in_forward(situation.trial))
     add(kept_of_other_sizes(situation))
     if not any(departure.stage in ("mask", "softmax") for departure in [*found, *more]):
         add(never_causal(situation))

@@ -12,6 +12,8 @@ from torch import nn
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import HIDES_NOTHING, has_nothing_to_hide
+from equivalence_tests.checker.engine.naming import finding_of
+from equivalence_tests.checker.engine.probing import made_in_forward
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LENGTH_FIRST, in_words
 from equivalence_tests.checker.engine.same import identical
@@ -19,7 +21,6 @@ from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.layers.models import length_first_built
 from equivalence_tests.checker.layers.walk import Walk, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
-from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.callers import made_by_callers
@@ -30,10 +31,10 @@ from equivalence_tests.checker.reach.plans import Errors, crossed, positioned, t
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import prepare
 from equivalence_tests.checker.reach.subject import Adapter, sizes_of
-from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
+from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reach.tried import furthest_first
 from equivalence_tests.checker.reporting.findings import Exercise, some_of
-from equivalence_tests.checker.reporting.lines import Frames, code_lines, source_of
+from equivalence_tests.checker.reporting.lines import Frames, source_of
 
 MIXES = {"samples_mixed", "input_never_read"}
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
@@ -125,11 +126,8 @@ def with_more(walk: Walk, layer: nn.Module) -> Iterator[Trial]:
 
 
 def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
-    made = layers_made(lambda: trial.returned(trial.inputs()))
-    if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
-        stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
-        found = found_mistake("layer_made_in_forward", stack=stack, evidence=evidence, where=path)
-        walk.report.findings.append(found)
+    if not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+        walk.report.findings += [replace(finding_of(one), where=path) for one in made_in_forward(trial)]
 
 
 def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wiring) -> None:

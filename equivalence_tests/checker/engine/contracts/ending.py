@@ -56,7 +56,7 @@ def ending_departures(
         if changed is not None:
             yield changed_by(changed, "output", "output")
             return
-    root = _bare(attention, source)
+    root = bare(attention, source)
     name = _mistake(attention, root)
     if name:
         yield Departure(name, "wrap", root.operation)
@@ -79,8 +79,8 @@ def _last_move(attention: Attention) -> Operation | None:
     return moves[-1] if moves else after[-1] if after else attention.end
 
 
-def _bare(attention: Attention, source: Source) -> Source:
-    """A source without the gains and biases that were put on it last."""
+def bare(attention: Attention, source: Source) -> Source:
+    """Give a source without the gains and biases that were put on it last."""
     while source.kind in ("gain", "added") and len(source.parents) == 1:
         source = attention.run.names.sources[source.parents[0]]
     return source
