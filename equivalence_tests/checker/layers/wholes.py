@@ -294,7 +294,7 @@ def disagreeing(whole: Whole) -> Iterator[Finding]:
         sizes = replace(first, batch=count) if what == "sample" else replace(first, source=count)
         return first_output(calls.drawn(sizes, 21).returned())
 
-    outputs = (partial(_output_of, call) for _, call, _ in calls.compared(masked=True))
+    outputs = (lambda call=call: first_output(call.returned()) for _, call, _ in calls.compared(masked=True))
     found = [differing_in_training(whole.module, outputs), _changed_by_labels(whole)]
     found += [without_an_axis(what, partial(sized, what)) for what in ("sample", "token")[: 1 + bool(first.source)]]
     yield from (finding_of(one) for one in found if one is not None)
@@ -318,10 +318,6 @@ def _changed_by_labels(whole: Whole) -> Departure | None:
             return Departure("labels_change_outputs", "call", None, {"argument": name, "claim": claim}, frames=line)
         RAN.add(ways)
     return None
-
-
-def _output_of(call: Call) -> Tensor:
-    return first_output(call.returned())
 
 
 def _as_handed(one: Exercise, whole: Whole) -> Exercise:

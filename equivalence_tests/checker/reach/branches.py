@@ -59,10 +59,6 @@ class Condition:
         of_self = self.names == {"self"} and "training" not in self.words
         return of_self and (not isinstance(target, type) or self.words - {"self"} <= {*dir(target)})
 
-    def can_be(self, value: bool) -> bool:
-        """Whether it can be that: of what is compared with strings, no other string is known."""
-        return value or not self.names_strings
-
 
 class Branches:
     """What the conditions of the user's code were in some calls."""
@@ -150,7 +146,7 @@ def _left(
     aside = {*listed, *_asked_of_torch(code.co_filename)}
     for one, value in ((one, False in some) for one, some in values.items() if len(some) == 1):
         left = one.asks_for(required) if entered else one.is_left_to(arguments)
-        known = left or one.is_fixed_in(target) or not one.can_be(value)
+        known = left or one.is_fixed_in(target) or (one.names_strings and not value)  # no other string is known
         if not known and one.words.isdisjoint(aside):
             yield Exercise(f"line {one.line} where `{one.text}` is {str(value).lower()}", False, NOT_RUN)
 

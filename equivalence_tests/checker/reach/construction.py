@@ -152,7 +152,7 @@ def _sizes_of_tensors(instance: Any) -> tuple[int, int]:
 
 def _sizes_to_try(target: Any) -> Iterator[Sizes]:
     """Give the most telling sizes, then what the file may fix, which is looked for only then, and the others."""
-    first, *others = GROUPED_SIZES if _may_ask_for_groups(target) or _rotates(target) else SIZES
+    first, *others = GROUPED_SIZES if _may_ask_for_groups(target) else SIZES
     yield first
     yield from _fixed_sizes(target, (first, others[-2]))
     yield from others
@@ -206,14 +206,14 @@ def inner_widths(target: Any) -> list[str]:
 
 
 def _may_ask_for_groups(target: Any) -> bool:
-    """Whether a constructor names a count of key heads, or wants something of which the name says nothing."""
+    """Whether a constructor names a count of key heads, or wants something of which the name says nothing.
+
+    So does a class whose file speaks of rotary positions, which need heads of even width.
+    """
     unknown = (p for p in parameters_of(target) if p.default is p.empty and not value_for(p.name, Sizes())[0])
-    return asks_for_groups(target) or any(unknown)
-
-
-def _rotates(target: Any) -> bool:
-    """Whether the file of a class speaks of rotary positions, which need heads of even width."""
-    return bool(ROTARY.search(source_of(inspect.getmodule(target) or target)))
+    return (
+        asks_for_groups(target) or any(unknown) or bool(ROTARY.search(source_of(inspect.getmodule(target) or target)))
+    )
 
 
 _BEING_BUILT: list[Any] = []

@@ -106,7 +106,7 @@ class LeftOnCPU(TorchFunctionMode):
         for ((path, line, _),), ((_, made, function),) in self.met.items():
             kept, here = f"what line {made} sets is not a buffer, so it", f"the tensor made on line {made}"
             why = f"{kept if function == '__init__' else here} stays on the CPU"
-            if not _chooses_for_all(path):
+            if not any("set_default_" in text for text in linecache.getlines(path)):  # which chooses for all
                 yield Exercise("on a GPU", False, f"line {line} would raise: {why}")
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,11 +161,6 @@ def _made_once(kind: type, name: str) -> Frames:
     every = [(method.name, line, ast.unparse(value)) for method, line, value in setting(kind, name)]
     alone = [line for method, line, value in every if method == "__init__" and not CHOOSES.search(value)]
     return ((file_of(kind), alone[0], "__init__"),) if len(every) == len(alone) == 1 else ()
-
-
-def _chooses_for_all(path: str) -> bool:
-    """Whether a file sets the device that tensors are made on."""
-    return any("set_default_" in line for line in linecache.getlines(path))
 
 
 LEFT = LeftOnCPU()  # in the calls that were compared
