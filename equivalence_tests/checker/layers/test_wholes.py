@@ -783,14 +783,14 @@ class Words(nn.Module):
         super().__init__()
         self.words, self.places = nn.Parameter(torch.randn(vocab_size, dim)), nn.Parameter(torch.randn(64, dim))
         layer = nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(dim, vocab_size)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Parameter(torch.randn(vocab_size, dim))
 
     def forward(self, tokens):
-        return self.head(self.encoder(self.words[tokens] + PLACES))
+        return torch.einsum("... j, i j -> ... i", self.encoder(self.words[tokens] + PLACES), self.head)
 """
 
 
-def test_ids_may_be_looked_up_in_a_parameter(tmp_path: Path) -> None:
+def test_parameters_may_be_looked_up_and_multiplied(tmp_path: Path) -> None:
     for end, verdict in (
         ("tokens.size(1)]", "equal"),
         ("len(tokens), None]", "deviates"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVES, words
-from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder, letters_of
 from equivalence_tests.checker.equivalent.texts import constructor
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.reach.arguments import ADDED_POSITIONS, ROLES, role_of_parameter
@@ -350,6 +350,15 @@ def lies_whole(places: Tensor) -> bool:
 def lies_in_order(places: Tensor) -> bool:
     """Whether along each axis come later tokens, or later features."""
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
+
+
+def projects(operation: Operation) -> bool:
+    """Whether a product of tokens and a matrix sums over the features of each token."""
+    if operation.name != "einsum":
+        return True
+    read = letters_of(str(operation.argument(0, "equation")), *(slot.value.dim() for slot in operation.inputs))
+    tokens, matrix, given = read or ("", "", "")
+    return len(matrix) == 2 and tokens[-1:] in matrix and given == tokens[:-1] + matrix.replace(tokens[-1:], "")
 
 
 def meets_features(one: Value, other: Value) -> bool:
