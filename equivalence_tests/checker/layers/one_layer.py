@@ -55,6 +55,9 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
         said = "it attends along the first axis, though others in its file are built with batch_first=True"
         walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
+    elif not ways[0].keeps_samples_apart:
+        evidence = "seen when one sample is changed, in every way in which it runs"
+        walk.check(f"{label} (samples)", {"samples_mixed": length_first_built(layer)}, path, evidence)
     elif ways[0].plan.layout == "l b e" and not path:
         for mistake, caller in itertools.islice(_mixing_callers(layer, sizes), 1):
             evidence = f"seen when one sample is changed in {caller}, which constructs it"

@@ -1074,6 +1074,33 @@ def test_the_block_of_sasrec_is_intended_as_a_whole() -> None:
     assert verify(NormsItsKeys).verdict == "deviates"
 
 
+class ConditionedLayer(layers.SequentialFeedForwardLayer):
+    """Is shifted by a vector of each sample, and attends along the length or, wrongly, along the samples."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.shift = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x) + self.shift(c)[:, None]
+        x = x + self.attn(y, y, y)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class ConditionedAlongSamples(ConditionedLayer):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.attn = nn.MultiheadAttention(d_model, n_heads)
+
+
+def test_a_layer_whose_samples_meet_in_every_call_mixes_batch_and_length() -> None:
+    assert verify(ConditionedLayer).findings == []
+    (finding,) = verify(ConditionedAlongSamples).findings
+    assert finding.name == "samples_mixed"
+    assert finding.line is not None
+    assert "nn.MultiheadAttention(d_model, n_heads)" in finding.line.text
+
+
 class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
     """Adds what it had before in the place of what the cross-attention gave."""
 
