@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
+from equivalence_tests.checker.reach.configs import switched
 from equivalence_tests.checker.reach.proposing import other_options
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -35,11 +36,12 @@ def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
     target: Any = type(subject.function)
     if report.verdict not in ("equal", "partial") or not subject.built:
         return report
-    options = [
-        (name, x) for name, x in other_options(target) if isinstance(x, str) or (x is True and CROSS.search(name))
-    ]
-    for name, value in options:
-        what, other = f"{name}={value}", built_alike(target, subject, **{name: value})
+    own = [(f"{name}={x}", x, {name: x}) for name, x in other_options(target)]
+    of_config = [(what, x, given) for what, _, x, given in switched(subject.function) if isinstance(x, str)]
+    for what, value, given in [*own, *of_config]:
+        if not (isinstance(value, str) or (value is True and CROSS.search(what))):
+            continue
+        other = built_alike(target, subject, **given)
         if other is None:
             report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
             continue
@@ -50,7 +52,9 @@ def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
         ]
         if value is True and found.verdict != "unchecked":
             report.coverage = [*_run_in(report.coverage, found, what)]
-        unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised
+        asked = ", ".join(one.name for one in found.findings if one not in with_it)
+        reason = f"it deviates, as the option may ask for: {asked}" * bool(asked) or found.reason
+        unread = [Exercise(what, False, reason)] if reason else found.not_exercised
         report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
     report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"
     return report

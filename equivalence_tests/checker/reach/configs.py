@@ -115,11 +115,12 @@ def switched(instance: Any) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
     target: Any = type(instance)
     made, compared = TRIED.construction_of(instance), compared_by(target)
     for argument, config in (made.kwargs if made else {}).items():
-        asked = _switches_asked_for(target, argument)
+        asked, kept = _switches_asked_for(target, argument), _kept_as(target, argument)
         read = names_read(target, argument) | asked.keys()
         held = asked | (config.answers if isinstance(config, ImitatedConfig) else _settings(config))
         for name in read & held.keys():
-            values = [not held[name]] if isinstance(held[name], bool) else compared.get(name, [])
+            strings = dict.fromkeys(x for one in (name, *kept.get(name, ())) for x in compared.get(one, []))
+            values = [not held[name]] if isinstance(held[name], bool) else [*strings]
             for value in (x for x in values if isinstance(x, bool | str) and x != held[name]):
                 other = copy.copy(config)
                 _settings(other)[name] = value
@@ -164,9 +165,19 @@ def _owners(target: Any, argument: str) -> set[str]:
     return {getattr(place, "attr", "") for place, x in kept if getattr(x, "id", "") == argument} | {argument}
 
 
-def _switches_asked_for(target: Any, argument: str) -> dict[str, bool]:
-    """Name the Booleans that a config need not have, with their defaults: ``getattr(config, "use_rope", False)``."""
-    asked, owners = {}, _owners(target, argument)
+def _kept_as(target: Any, argument: str) -> dict[str, set[str]]:
+    """Name the attributes that keep what a class reads of a config: ``self.kind = config.attention_kind``."""
+    kept: dict[str, set[str]] = {}
+    for own, value in (pair for node in nodes_of(target) for pair in assigned_in(node)):
+        inside = [*ast.walk(value)] if re.search(rf"\b{argument}\b", ast.unparse(value)) else []
+        for name in {getattr(x, "attr", getattr(x, "value", None)) for x in inside}:
+            kept.setdefault(str(name), set()).add(getattr(own, "attr", getattr(own, "id", "")))
+    return kept
+
+
+def _switches_asked_for(target: Any, argument: str) -> dict[str, bool | str]:
+    """Name the switches that a config need not have, with their defaults: ``getattr(config, "use_rope", False)``."""
+    asked, owners = dict[str, bool | str](), _owners(target, argument)
     for node in nodes_of(target):
         match node:
             case ast.Call(
@@ -174,7 +185,7 @@ def _switches_asked_for(target: Any, argument: str) -> dict[str, bool]:
                 args=[
                     ast.Name(id=owner) | ast.Attribute(attr=owner),
                     ast.Constant(value=str(name)),
-                    ast.Constant(value=bool(default)),
+                    ast.Constant(value=bool(default) | str(default)),
                 ],
             ) if owner in owners:
                 asked[name] = default

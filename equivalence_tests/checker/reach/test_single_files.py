@@ -579,6 +579,43 @@ def test_a_switch_between_two_ways_to_compute_asks_for_no_other_numbers(
     assert (report.mistakes, report.verdict) == (found, "deviates" if found else "equal"), str(report)
 
 
+WORDED = """
+class Config:
+    def __init__(self, n_embd=24, n_head=2, norm_position="pre"):
+        self.n_embd, self.n_head, self.norm_position = n_embd, n_head, norm_position
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.first = getattr(config, "norm_position", "pre")
+        assert self.first in ("pre", "post")
+        self.attn = nn.MultiheadAttention(config.n_embd, config.n_head, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(config.n_embd, 96), nn.ReLU(), nn.Linear(96, config.n_embd))
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.norm2 = nn.LayerNorm(config.n_embd)
+
+    def forward(self, x):
+        if self.first == "pre":
+            y = self.norm(x)
+            x = x + self.attn(y, y, y)[0]
+            return x + self.mlp(self.norm2(x))
+        y = self.norm(x + self.attn(x, x, x)[0])
+        return self.norm2(STREAM + self.mlp(y))
+"""
+
+
+@pytest.mark.parametrize(("stream", "is_right"), [("y", True), ("x", False)])
+def test_a_word_of_a_config_is_exchanged_for_the_other_that_a_layer_takes(
+    tmp_path: Path, stream: str, is_right: bool
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(HEAD + WORDED.replace("STREAM", stream))
+    report = verify(f"{file}:Block")
+    assert (report.verdict == "equal") == is_right, str(report)
+    assert is_right or "config.norm_position=post" in str(report)
+
+
 KEPT = """
 class Model(nn.Module):
     def __init__(self, vocab_size=23, d_model=24, n_heads=2):
