@@ -27,6 +27,7 @@ from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_paramete
 from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
+from equivalence_tests.checker.reach.passed_masks import triangles_passed
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -209,8 +210,9 @@ class _Masks:
         file = source_of(inspect.getmodule(owner))
         own, handed = _said_of(source_of(function), self.parameter), _handed_as(self.parameter, file)
         words = _otherwise(form, own if any(own.values()) or not handed else _said_of(file, handed))
+        words = words or _otherwise(form, triangles_passed(function, self.parameter))
         if words and (attempt := self._attempt(form)) is not None:
-            claim = f"Its own words say otherwise: {words}"
+            claim = f"Its own file says otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
         if of_another := _otherwise(form, _said_of(file, r"\w*mask")):
             self.report.notes.append(f"{self.parameter} was read as {form}; its file says of a mask: {of_another}")

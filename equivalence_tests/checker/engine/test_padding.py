@@ -251,3 +251,52 @@ def test_a_mask_that_all_samples_share_is_no_padding_mask(tmp_path: Path) -> Non
     report = verify(f"{tmp_path / 'mine.py'}:Attention")
     assert report.verdict == "partial", str(report)
     assert [one.what for one in report.not_exercised] == ["mask for each sample"]
+
+
+PASSED = """
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x, mask=None):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask == 0, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.attend = Attention(dim, heads)
+
+    def forward(self, x):
+        n = x.size(1)
+        mask = PASSES
+        return x + self.attend(x, mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("passes", "names"),
+    [
+        ("torch.tril(torch.ones(n, n))", ()),
+        ("torch.tril(torch.ones(n, n)).bool()[None]", ()),
+        ("torch.triu(torch.ones(n, n), diagonal=1)", ("mask_inverted",)),
+        ("x.new_ones(n, n).triu(1).unsqueeze(0)", ("mask_inverted",)),
+        ("x.new_ones(n, n).triu(1) == 0", ()),
+        ("torch.triu(torch.ones(n, n))", ()),
+    ],
+)
+def test_a_triangle_that_a_caller_passes_says_what_the_mask_should_hide(
+    passes: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "passed.py").write_text(PASSED.replace("PASSES", passes), encoding="utf-8")
+    report = verify(f"{tmp_path / 'passed.py'}:Attention")
+    assert report.mistakes == names, str(report)
+    assert not names or f"self.attend(x, mask) passes {passes}" in str(report.findings[0].evidence)
