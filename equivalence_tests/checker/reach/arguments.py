@@ -74,7 +74,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"head|^h$|^nh$", lambda s: s.num_heads),
     (r"(^|_|norm)eps(ilon)?($|_)", lambda s: 1e-5),
     (
-        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers|^[ed]_layers$",
+        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers|^[ed]_layers$|^n_[a-z]+_layers?$",
         lambda s: s.num_layers,
     ),
     (

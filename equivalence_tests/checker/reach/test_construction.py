@@ -467,6 +467,8 @@ def test_a_switch_and_a_width_may_share_a_word() -> None:
         assert value_for(width, sizes) == (True, sizes.embed_dim)
     for switch in ("cross_attention", "is_decoder", "use_cross"):
         assert value_for(switch, sizes) == (True, False)
+    for count in ("n_layer", "n_encoder_layer", "n_dec_layers", "num_hidden_layers"):
+        assert value_for(count, sizes) == (True, sizes.num_layers)
 
 
 def test_a_window_of_two_by_three_has_a_length_to_try() -> None:
