@@ -166,6 +166,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         report.notes += [] if asked is None else [f"run on the CPU, though it names a GPU{raised_at(asked)}"]
         _add_crashes(report)
         _add_unregistered(report)
+        _add_shared(report)
         report.findings = list(_each_once(report.findings))
         ABSENCES.tell(report)
         if printed.getvalue().strip():
@@ -212,6 +213,12 @@ def _add_unregistered(report: Report) -> None:
         evidence = f"parameters() and state_dict() name none of the {one.weights} {held} in it."
         report.findings.append(found_mistake(f"{what}_not_registered", facts, stack=one.stack, evidence=evidence))
         report.verdict, report.reason = "deviates", ""
+
+
+def _add_shared(report: Report) -> None:
+    """Note the modules that a class holds under two names, so that both have the same weights."""
+    for (owner, name), first in REGISTERING.twice.items():
+        report.notes.append(f"in {owner.__name__}, {first} and {name} are one module, with the same weights")
 
 
 def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:

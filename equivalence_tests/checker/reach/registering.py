@@ -30,11 +30,13 @@ class Registering:
     def forget(self) -> None:
         """Begin anew, for another check."""
         self.found: dict[tuple[type, str], Unregistered] = {}
+        self.twice: dict[tuple[type, str], str] = {}  # what has a second name, by the class that gives it and that name
 
     def register(self, module: Any) -> None:
         """Register what a module and the modules in it keep in lists, tuples and dictionaries."""
         waiting = [*module.modules()] if isinstance(module, nn.Module) else []
         for owner in waiting:  # which grows
+            self.twice |= {(type(owner), name): first for first, name in _named_twice(owner)}
             for name in _learnt_aside(owner):
                 self._note(type(owner), name, TENSOR, vars(owner)[name].numel())
                 setattr(owner, name, nn.Parameter(vars(owner)[name].detach()))
@@ -64,6 +66,20 @@ def _kept_aside(owner: nn.Module) -> list[tuple[str, Any]]:
     """
     held = [(name, x) for name, x in vars(owner).items() if not name.startswith("_") and _are_modules(x)]
     return sorted(held, key=lambda one: -len(tree_leaves(one[1])))
+
+
+def _named_twice(owner: nn.Module) -> Iterator[tuple[str, str]]:
+    """Name the modules with parameters that a module of the user's holds under two names."""
+    first: dict[int, str] = {}
+    held = (
+        owner._modules.items()
+        if is_users(getattr(sys.modules.get(type(owner).__module__), "__file__", "") or "")
+        else ()
+    )
+    for name, module in held:
+        known = first.setdefault(id(module), name)
+        if known != name and module is not None and next(module.parameters(), None) is not None:
+            yield known, name
 
 
 def _learnt_aside(owner: nn.Module) -> list[str]:

@@ -129,3 +129,12 @@ def test_a_tensor_to_be_learnt_that_is_no_parameter_is_found(tmp_path: Path, kep
     found = [one for one in verify(f"{tmp_path / 'mine.py'}:Attention").findings if "registered" in one.name]
     assert [one.name for one in found] == ["tensor_not_registered"] * is_found
     assert [one.line.text for one in found if one.line] == [f"self.mixing = {kept}"] * is_found
+
+
+@pytest.mark.parametrize("second", ["self.first", "nn.LayerNorm(12)"])
+def test_a_module_of_two_names_is_noted(tmp_path: Path, second: str) -> None:
+    both = f"self.first = nn.LayerNorm(12); self.second = {second}; self.layers = nn.ModuleList()"
+    loop = "[(self.first, self.second)]"
+    (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", both).replace("LOOP", loop))
+    noted = "in Encoder, first and second are one module, with the same weights"
+    assert (noted in verify(f"{tmp_path / 'mine.py'}:Encoder").notes) == (second == "self.first")
