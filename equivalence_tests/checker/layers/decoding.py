@@ -21,16 +21,15 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 Arguments = Callable[[Tensor, Tensor], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _OnIds(Trial):
     """A way to call a model on token ids, (batch, tokens)."""
 
-    ids: Tensor | None = None
-    given: Arguments | None = None  # gives the arguments for ids
+    ids: Tensor
+    given: Arguments  # gives the arguments for ids
 
     def inputs(self, query_len: int | None = None, key_len: int | None = None, seed: int = 11) -> Inputs:
         """Give the first ids."""
-        assert self.ids is not None  # always given
         ids = self.ids[:, :query_len]
         return Inputs(ids, ids, ids)
 
@@ -38,7 +37,6 @@ class _OnIds(Trial):
         self, inputs: Inputs, extra: Extra = None, mask: MaskForm | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the arguments for ids, with more by name."""
-        assert self.given is not None  # always given
         return (), self.given(inputs.query, inputs.query) | dict(extra or {})
 
 

@@ -11,9 +11,7 @@ from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reporting.lines import source_of
 
 LAID_OUT = ("bool", "view", "reshape", "unsqueeze", "expand", "repeat", "to", "type", "type_as", "contiguous", "int")
-ONES = re.compile(
-    r"^(torch\.)?(tril|triu)\((torch|\w+)\.(new_)?ones\(|^(torch|\w+)\.(new_)?ones\([^()]*\)\.(tril|triu)\("
-)
+ONES = re.compile(r"^(torch\.)?tri[lu]\(\w+\.(new_)?ones\(|^\w+\.(new_)?ones\([^()]*\)\.tri[lu]\(")
 
 
 def triangles_passed(function: Callable[..., Any], parameter: str) -> dict[str, list[str]]:
@@ -22,7 +20,8 @@ def triangles_passed(function: Callable[..., Any], parameter: str) -> dict[str, 
     Ones on and below the diagonal may be looked at ("look"), ones above it may not ("block").
     """
     owner: Any = function if inspect.isroutine(function) else type(function)
-    place = [p.name for p in parameters_of(function)].index(parameter)
+    taken = [p.name for p in parameters_of(function)]
+    place = taken.index(parameter) if parameter in taken else len(taken)
     nodes = parsed(source_of(inspect.getmodule(owner)))
     made = [(ast.unparse(own), value) for node in nodes for own, value in assigned_in(node)]
     names = {name for name, x in made if isinstance(x, ast.Call) and ast.unparse(x.func) == owner.__name__}
