@@ -3,6 +3,7 @@
 import ast
 import builtins
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,12 +72,7 @@ def _kept_aside(owner: nn.Module) -> list[tuple[str, Any]]:
 def _named_twice(owner: nn.Module) -> Iterator[tuple[str, str]]:
     """Name the modules with parameters that a module of the user's holds under two names."""
     first: dict[int, str] = {}
-    held = (
-        owner._modules.items()
-        if is_users(getattr(sys.modules.get(type(owner).__module__), "__file__", "") or "")
-        else ()
-    )
-    for name, module in held:
+    for name, module in owner._modules.items() if file_of(type(owner)) else ():
         known = first.setdefault(id(module), name)
         if known != name and module is not None and next(module.parameters(), None) is not None:
             yield known, name
