@@ -1,6 +1,7 @@
 """Build somebody's class as the code that uses it does: construct what constructs it, and take it out of that."""
 
 import ast
+import functools
 import inspect
 import itertools
 import sys
@@ -17,6 +18,7 @@ from equivalence_tests.checker.reporting.lines import source_of
 MOST_CALLERS, SEVERAL = 3, 3
 
 
+@functools.lru_cache(maxsize=64)
 def asks_for_parts(target: Any) -> bool:
     """Whether a constructor wants its layers, or several parts, handed over: it keeps them, and calls what it kept."""
     required = {p.name for p in parameters_of(target) if p.default is p.empty}

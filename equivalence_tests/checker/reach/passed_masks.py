@@ -23,12 +23,16 @@ def triangles_passed(function: Callable[..., Any], parameter: str) -> dict[str, 
     taken = [p.name for p in parameters_of(function)]
     place = taken.index(parameter) if parameter in taken else len(taken)
     nodes = parsed(source_of(inspect.getmodule(owner)))
-    made = [(ast.unparse(own), value) for node in nodes for own, value in assigned_in(node)]
-    names = {name for name, x in made if isinstance(x, ast.Call) and ast.unparse(x.func) == owner.__name__}
+    made = [(own, x) for node in nodes for own, x in assigned_in(node) if isinstance(x, ast.Call)]
+    names = {
+        ast.unparse(own) for own, x in made if getattr(x.func, "id", getattr(x.func, "attr", "")) == owner.__name__
+    }
     found: dict[str, list[str]] = {"look": [], "block": []}
     for caller in (node for node in nodes if isinstance(node, ast.FunctionDef)):
-        assigned = {ast.unparse(own): value for node in ast.walk(caller) for own, value in assigned_in(node)}
-        for call in _calls_of(caller, {owner.__name__, *names}):
+        calls = [*_calls_of(caller, {owner.__name__, *names})]
+        inside = ast.walk(caller) if calls else ()
+        assigned = {ast.unparse(own): value for node in inside for own, value in assigned_in(node)}
+        for call in calls:
             given = [x.value for x in call.keywords if x.arg == parameter] or call.args[place : place + 1]
             for meaning in filter(None, (_triangle(x, assigned) for x in given)):
                 passed = ast.unparse(assigned.get(ast.unparse(given[0]), given[0]))
