@@ -46,6 +46,16 @@ def stops_the_fast_path(case: Case) -> bool:
     return isinstance(padding, Mask) and (padding.form == "bias" or all(padding.hidden))
 
 
+def moves_on_the_fast_path(case: Case) -> bool:
+    """Whether torch's fast path moves tokens to the front of padding: the trap mask_check_off."""
+    padding = case.arguments.get("src_key_padding_mask")
+    if case.part.arguments.get("mask_check") is not False or not isinstance(padding, Mask):
+        return False
+    length = padding.shape[-1]
+    rows = (padding.hidden[start : start + length] for start in range(0, len(padding.hidden), length))
+    return any(list(row) != sorted(row) for row in rows)
+
+
 def everything(case: Case, call: Any, *, dtype: torch.dtype | None = None, gradients: bool = True) -> Everything:
     """Call a module or function with the inputs of a case, and give all that comes out by name.
 
