@@ -288,6 +288,8 @@ def test_labels_change_nothing_but_the_loss() -> None:
 class MakesItsMasks(layers.TranslationModel):
     """Wrong: the mask of the target that it makes where none is passed hides padding alone."""
 
+    layers = 1
+
     def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
         if tgt_mask is None:
             tgt_mask = self.made(tgt)
