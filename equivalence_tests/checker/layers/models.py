@@ -32,7 +32,7 @@ from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import AIM, TARGET, ModelRun, taken_by_losses
+from equivalence_tests.checker.reach.model_calls import AIM, DECODES, TARGET, ModelRun, taken_by_losses
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reach.syntax import function_at
@@ -212,7 +212,8 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
         if bool(run.call(run.source, run.target).isfinite().all()):
             paths = [path for path, _ in stacks]
             attending = _attending(walk.module)
-            last = [path for path in paths if any(is_inside(one, path) for one in attending)][-1:] or attending[:1]
+            last = [path for path in paths if any(is_inside(one, path) for one in attending)][-1:]
+            last = last or [one for one in attending if DECODES.search(one)][:1] or attending[:1]
             yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, last))
 
 
