@@ -507,4 +507,17 @@ class OneMatrixFourTimes(nn.Module):
 def test_a_list_of_one_module_shows_that_no_projection_is_meant_to_be_shared() -> None:
     (finding,) = verify(OneMatrixFourTimes).findings
     assert finding.name == "projection_shared"
-    assert "4 entries of linears are one module" in finding.evidence
+    assert "All 4 entries of linears are the same module" in finding.evidence
+
+
+class ReadsNumbersAndFails(Plain):
+    """Takes the numbers of a bias alone, and writes over what gradients need."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = self.weights(q, k) + 0 * self.q.bias.detach().sum()
+        mixed = self.mixed(weights.exp().log_(), v)
+        return mixed
+
+
+def test_gradients_that_fail_stop_no_check() -> None:
+    assert "The check stopped" not in str(verify(ReadsNumbersAndFails))

@@ -218,7 +218,7 @@ def _add_unregistered(report: Report) -> None:
 def _add_shared(report: Report) -> None:
     """Note the modules that a class holds under two names, so that both have the same weights."""
     for (owner, name), first in REGISTERING.twice.items():
-        report.notes.append(f"in {owner.__name__}, {first} and {name} are one module, with the same weights")
+        report.notes.append(f"in {owner.__name__}, {first} and {name} are the same module and share their weights")
 
 
 def _each_once(findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -11,10 +11,20 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.report import Report
 
 
-def never_trained(ran: Run, module: nn.Module, call: Callable[[], Tensor]) -> Iterator[Finding]:
-    """Report each parameter that gets no gradient from the output of a call, since a line takes its numbers alone."""
+def add_untrained(report: Report, ran: Run, module: nn.Module, call: Callable[[], Tensor]) -> None:
+    """Report the parameters that are never trained; what else is seen in the same lines is seen because of that."""
+    found = [*_never_trained(ran, module, call)]
+    lines = {one.line for one in found}
+    if found:
+        report.findings = [*found, *(one for one in report.findings if one.line not in lines)]
+        report.verdict, report.reason, report.unread = "deviates", "", ""
+
+
+def _never_trained(ran: Run, module: nn.Module, call: Callable[[], Tensor]) -> Iterator[Finding]:
+    """Give each parameter that gets no gradient from the output of a call, since a line takes its numbers alone."""
     read = dict(_read_as_numbers(ran))
     trained = _trained(module, call) if read else {}
     for name, frames in read.items() if any(trained.values()) else ():  # else all of it runs without gradients
@@ -35,9 +45,6 @@ def _read_as_numbers(ran: Run) -> Iterator[tuple[str, Frames]]:
 def _trained(module: nn.Module, call: Callable[[], Tensor]) -> dict[str, bool]:
     """Say of each parameter whether it gets a gradient; of none where nothing does."""
     learnt = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        output = ask(call).value
-    if output is None or not output.requires_grad:
-        return {}
-    found = torch.autograd.grad(output.sum(), [*learnt.values()], allow_unused=True)
-    return {name: x is not None for name, x in zip(learnt, found, strict=True)}
+    with torch.enable_grad():  # which may fail, as where the code writes over what gradients need
+        found = ask(lambda: torch.autograd.grad(call().sum(), [*learnt.values()], allow_unused=True)).value
+    return {name: x is not None for name, x in zip(learnt, found or (), strict=False)}

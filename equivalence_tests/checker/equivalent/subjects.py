@@ -53,7 +53,7 @@ from equivalence_tests.checker.engine.relative_terms import of_other_queries
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
-from equivalence_tests.checker.engine.training import never_trained
+from equivalence_tests.checker.engine.training import add_untrained
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.additive import ALONE, averaging, hold_additive, hold_option
@@ -175,7 +175,9 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     if other is not None and other is not subject.function:
         return diagnose_subject(replace(subject, function=other), errors)
     report = _judged(situation, {} if other is None else scales)
-    _add_untrained(report, situation)
+    if subject.module is not None:
+        trial = situation.trial
+        add_untrained(report, situation.found.run, subject.module, lambda: trial.output(trial.inputs()))
     made_up = [*made_up_for(subject.function)]
     report.coverage += made_up
     report.verdict = "partial" if report.verdict == "equal" and made_up else report.verdict
@@ -184,16 +186,6 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         report.reason = f"Nothing says what {made_up[0].what} is, and the scale may depend on it."
     report.seconds = time.process_time() - started
     return report
-
-
-def _add_untrained(report: Report, situation: Situation) -> None:
-    """Report the parameters that are never trained; what else is seen in the same lines is seen because of that."""
-    run, trial, module = situation.found.run, situation.trial, situation.subject.module
-    found = [] if module is None else [*never_trained(run, module, lambda: trial.output(trial.inputs()))]
-    if found:
-        lines = {one.line for one in found}
-        report.findings = [*found, *(one for one in report.findings if one.line not in lines)]
-        report.verdict, report.reason, report.unread = "deviates", "", ""
 
 
 def _scaled_as_torch(situation: Situation, scales: Mapping[str, float]) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import VANISHED
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
-from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun, vocabularies
 from equivalence_tests.checker.reach.proposing import code_of, parsed
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.syntax import assigned_in
@@ -332,7 +332,7 @@ def _side(name: str) -> str:
 def _pads(module: nn.Module) -> list[int]:
     """The ids that may be padding: what the model says, and what is usual."""
     named = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
-    most = min((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    most = min(vocabularies(module))
     return [n for n in dict.fromkeys([*named, *USUAL_PADS]) if 0 <= n < most]
 
 

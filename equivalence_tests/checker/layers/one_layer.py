@@ -52,16 +52,7 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         return
     roles = sorted(role for _, role in ways[0].plan.roles)
     walk.report.conventions.append((f"{label}: layout", in_words(ways[0].plan.layout), LENGTH_FIRST))
-    if ways[0].plan.layout == "l b e" and _is_batch_first_elsewhere(layer):
-        said = "it attends along the first axis, though others in its file are built with batch_first=True"
-        walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
-    elif not ways[0].keeps_samples_apart:
-        evidence = "seen when one sample is changed, in every way in which it runs"
-        walk.check(f"{label} (samples)", {"samples_mixed": length_first_built(layer)}, path, evidence)
-    elif ways[0].plan.layout == "l b e" and not path:
-        for mistake, caller in itertools.islice(_mixing_callers(layer, sizes), 1):
-            evidence = f"seen when one sample is changed in {caller}, which constructs it"
-            walk.check(f"{label} (samples)", {mistake: length_first_built(layer)}, path, evidence)
+    _add_samples(walk, label, path, ways[0])
     alike = [way for way in ways if sorted(role for _, role in way.plan.roles) == roles]
     trial, wiring = _followed(walk, alike, layer, walk.busy_in(path))
     _add_fresh_parts(walk, path, trial)
@@ -77,6 +68,21 @@ def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
     _add_layer_masks(walk, label, path, trial, wiring)
     _add_maps(walk, label, path, trial)
+
+
+def _add_samples(walk: Walk, label: str, path: str, trial: Trial) -> None:
+    """Say where a layer attends along the samples: in every call, or in a model that builds it."""
+    assert isinstance(trial.function, nn.Module)  # layers are modules
+    if trial.plan.layout == "l b e" and _is_batch_first_elsewhere(trial.function):
+        said = "it attends along the first axis, though others in its file are built with batch_first=True"
+        walk.report.coverage.append(Exercise(f"{label}: (batch, len, features)", False, said))
+    elif not trial.keeps_samples_apart:
+        evidence = "seen when one sample is changed, in every way in which it runs"
+        walk.check(f"{label} (samples)", {"samples_mixed": length_first_built(trial.function)}, path, evidence)
+    elif trial.plan.layout == "l b e" and not path:
+        for mistake, caller in itertools.islice(_mixing_callers(trial.function, trial.sizes), 1):
+            evidence = f"seen in {caller}, which builds this layer, when one sample is changed"
+            walk.check(f"{label} (samples)", {mistake: length_first_built(trial.function)}, path, evidence)
 
 
 def _is_batch_first_elsewhere(layer: nn.Module) -> bool:

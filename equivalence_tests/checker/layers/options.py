@@ -53,7 +53,7 @@ def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
         if value is True and found.verdict != "unchecked":
             report.coverage = [*_run_in(report.coverage, found, what)]
         asked = ", ".join(one.name for one in found.findings if one not in with_it)
-        reason = f"it deviates, as the option may ask for: {asked}" * bool(asked) or found.reason
+        reason = f"it deviates then, which may be intended: {asked}" * bool(asked) or found.reason
         unread = [Exercise(what, False, reason)] if reason else found.not_exercised
         report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
     report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"

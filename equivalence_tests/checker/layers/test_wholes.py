@@ -798,3 +798,11 @@ def test_parameters_may_be_looked_up_and_multiplied(tmp_path: Path) -> None:
         (tmp_path / "theirs.py").write_text(OF_PARAMETERS.replace("PLACES", f"self.places[: {end}"), encoding="utf-8")
         report = verify(f"{tmp_path / 'theirs.py'}:Words")
         assert report.verdict == verdict, str(report)
+
+
+def test_padding_of_ids_that_a_parameter_knows_is_tried(tmp_path: Path) -> None:
+    padded = OF_PARAMETERS.replace("PLACES)", "self.places[: tokens.size(1)], src_key_padding_mask=tokens HIDES 0)")
+    for hides, verdict in (("==", "equal"), ("!=", "deviates")):
+        (tmp_path / "theirs.py").write_text(padded.replace("HIDES", hides), encoding="utf-8")
+        report = verify(f"{tmp_path / 'theirs.py'}:Words")
+        assert report.verdict == verdict, str(report)

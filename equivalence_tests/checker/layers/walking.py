@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import drawn_in, never_cut, never_hid
 from equivalence_tests.checker.engine.running import Call, is_data
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.training import never_trained
+from equivalence_tests.checker.engine.training import add_untrained
 from equivalence_tests.checker.equivalent.calls import WHOLE, diagnose_call
 from equivalence_tests.checker.equivalent.deciding import NOT_TORCHS, accuse_with_proof
 from equivalence_tests.checker.equivalent.steps import RESIDUAL
@@ -96,7 +96,7 @@ def _examine_in_sizes(found: Any, name: str, adapter: Adapter) -> Report:
         except CannotCheckError as error:
             refused[subject.sizes] = error
             continue
-        # Some classes take only heads of even width, and no other sizes tell more.
+        # The next size is for what this one left unchecked: some classes need an even head_dim.
         if not _left_open(report):
             return with_options(with_memory(report, subject, _examine_subject), subject, _examine_subject)
     if not tried:
@@ -134,9 +134,10 @@ def _examine_subject(subject: Subject, name: str, casting: bool = True) -> Repor
         say_that_it_does_not_run(walk, errors, mistakes)
     elif run is not None and of_model:
         add_model(walk, run)
+    report = _judged_as_a_whole(walk, run, subject)
     if run is not None and walk.ran is not None:
-        report.findings += never_trained(walk.ran, module, lambda: run.call(run.source, run.target))
-    return _judged_as_a_whole(walk, run, subject)
+        add_untrained(report, walk.ran, module, lambda: run.call(run.source, run.target))
+    return report
 
 
 def _add_all_parts(walk: Walk) -> list[nn.Module]:

@@ -136,10 +136,9 @@ class Follower(Parts):
             self._by_function("linear", operation, data)
         elif name in NORMS:
             self._by_function("layer_norm", operation, data)
-        elif name == "embedding":
-            self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
-        elif name == "getitem" and len(inputs) == 2 and id(inputs[0]) in self.learnt:
-            self._looked_up(self._names(inputs[0]), inputs[1], operation.outputs[0].tensor)
+        elif name == "embedding" or (name == "getitem" and len(inputs) == 2 and id(inputs[0]) in self.learnt):
+            table, ids = inputs if name == "getitem" else inputs[1::-1]
+            self._looked_up(self._names(table), ids, operation.outputs[0].tensor)
         elif self.labels.kind(data[0]) == "compared":
             if name != "sum" or not sums_features(operation):
                 self._strange(operation, data)
@@ -154,7 +153,7 @@ class Follower(Parts):
         elif name == "stack" and len(data) == len(inputs) > 1 and data[0].places.dim() == 3:
             self._side_by_side(operation, data)
         elif name == "cat" and len(data) == len(inputs) > 1 and self._are_of_one_token(operation, data):
-            self.sums.say("embeddings of one token are joined", "project", "each is of ids of its own")
+            self.sums.say("embeddings of one token are joined", "project", "each is an embedding of that token")
             self._function("embedding", "the joined embeddings", data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
@@ -258,9 +257,7 @@ class Follower(Parts):
                 own = lies_in_order(value.places) and self.sums.is_put(value, x)
                 self._pooled("a token" if own else "another token", value, operation)
             elif operation.name == "getitem" and self.sums.are_not_put(value, x):
-                self.sums.say(
-                    "all but the tokens that were put beside are taken", "output", "these stand for the whole"
-                )
+                self.sums.say("all but the tokens put beside are taken", "output", "these stand for the whole")
                 self._give([slot.tensor], Value(value.terms, x))
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)

@@ -86,7 +86,7 @@ CALLS = (
     ),
     _project(
         "tensor_not_registered",
-        "{what} is to be learnt and is no nn.Parameter, so it is never trained, saved or moved to a device.",
+        "{what} requires a gradient but is not an nn.Parameter, so it is never trained, saved or moved to a device.",
         ("{what} is a tensor with requires_grad=True", "{what} is an nn.Parameter"),
         "Make it an nn.Parameter.",
         ("for _ in range(3))", "for _ in range(3)); self.w = torch.randn(embed_dim, embed_dim, requires_grad=True)"),
@@ -94,9 +94,9 @@ CALLS = (
     ),
     _project(
         "parameter_never_trained",
-        "{what} is read without its gradient, so that it is never trained.",
+        "{what} is used through .data or detach(), so it gets no gradient and is never trained.",
         ("x + self.weight.data", "x + self.weight"),
-        "Leave out .data or detach(); what has to stay as it is belongs in a buffer.",
+        "Leave out .data or detach(); register what should not be trained as a buffer.",
         ("self.v_proj(value)", "nn.functional.linear(value, self.v_proj.weight.data, self.v_proj.bias)"),
         on_purpose_in="Codebooks that a moving average updates (VQ-VAE).",
     ),

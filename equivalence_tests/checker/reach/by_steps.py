@@ -29,14 +29,15 @@ def with_forward(instance: Any) -> Any:
 def forward_by_steps(kind: Any) -> Callable[..., Any] | None:
     """Make a forward that takes what both steps take; None where there is one, or it is not clear what was encoded."""
     forward = inspect.getattr_static(kind, "forward", None) if issubclass(kind, nn.Module) else None
-    if forward is not nn.Module.forward or not all(inspect.isfunction(getattr(kind, step, None)) for step in STEPS):
+    steps = [inspect.getattr_static(kind, step, None) for step in STEPS]
+    if forward is not nn.Module.forward or not all(map(inspect.isfunction, steps)):
         return None
-    takes, reads = (dict(inspect.signature(getattr(kind, step)).parameters) for step in STEPS)
+    takes, reads = (dict(inspect.signature(step).parameters) for step in steps if step is not None)
     encoded = [name for name in reads if role_of_parameter(name) == "memory"]
     given = {name: p for name, p in (takes | reads).items() if name not in encoded}
-    signature = inspect.Signature(sorted(given.values(), key=lambda p: p.default is not p.empty))
-    if len(encoded) != 1:
+    if len(encoded) != 1 or {p.kind for p in given.values()} != {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
         return None
+    signature = inspect.Signature(sorted(given.values(), key=lambda p: p.default is not p.empty))
 
     def by_steps(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

@@ -167,11 +167,11 @@ def _owners(target: Any, argument: str) -> set[str]:
 
 def _kept_as(target: Any, argument: str) -> dict[str, set[str]]:
     """Name the attributes that keep what a class reads of a config: ``self.kind = config.attention_kind``."""
-    kept: dict[str, set[str]] = {}
+    kept, owners = dict[str, set[str]](), _owners(target, argument)
     for own, value in (pair for node in nodes_of(target) for pair in assigned_in(node)):
-        inside = [*ast.walk(value)] if re.search(rf"\b{argument}\b", ast.unparse(value)) else []
-        for name in {getattr(x, "attr", getattr(x, "value", None)) for x in inside}:
-            kept.setdefault(str(name), set()).add(getattr(own, "attr", getattr(own, "id", "")))
+        words = {getattr(x, "id", getattr(x, "attr", getattr(x, "value", ""))) for x in ast.walk(value)}
+        for name in (x for x in words if isinstance(x, str) and not owners.isdisjoint(words)):
+            kept.setdefault(name, set()).add(getattr(own, "attr", getattr(own, "id", "")))
     return kept
 
 

@@ -73,6 +73,11 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     """Construct instances of a class or from a factory, each with the sizes asked for, the most telling sizes first."""
     if not given:
         yield from ((made, sizes) for sizes in SIZES[:2] for made in _as_callers_do(target, sizes))
+    yield from _by_its_arguments(target, **given)
+
+
+def _by_its_arguments(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
+    """Construct instances with what the names of the arguments say, in each size."""
     errors: list[str] = []
     builds, small, making = False, False, _Making()
     large = list[tuple[Any, Sizes]]()

@@ -308,9 +308,7 @@ def _mixed_samples(run: ModelRun) -> str | None:
 def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     """Draw what the model may take: ids where it has embeddings, images where it has patches, features else."""
     generator = torch.Generator().manual_seed(0)
-    vocabularies = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-    vocabularies += [len(table) for m in module.modules() for table in _looked_up_in(m)]
-    sizes = [n for n in vocabularies if n > FIRST_ID + 2]
+    sizes = [n for n in vocabularies(module) if n > FIRST_ID + 2]
     exact = (n for length in exact_lengths(module) for n in (length, length - 1))  # a class token may come before them
     lengths = [*LENGTHS, *((n, n) for n in exact)]
     if sizes:
@@ -333,7 +331,13 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
             yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
 
 
-def _looked_up_in(module: nn.Module) -> Iterator[nn.Parameter]:
+def vocabularies(module: nn.Module) -> list[int]:
+    """List how many ids each embedding of a model knows, and each matrix in which a forward looks ids up."""
+    known = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
+    return known + [len(table) for m in module.modules() for table in _tables_of_ids(m)]
+
+
+def _tables_of_ids(module: nn.Module) -> Iterator[nn.Parameter]:
     """List the matrices in which a forward looks its arguments up, as an embedding does."""
     given = {p.name for p in parameters_of(module)} if module._parameters else set[str]()
     for node in parsed(source_of(type(module))) if given else ():

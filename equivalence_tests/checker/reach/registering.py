@@ -39,12 +39,13 @@ class Registering:
         for owner in waiting:  # which grows
             self.twice |= {(type(owner), name): first for first, name in _named_twice(owner)}
             for name in _learnt_aside(owner):
-                self._note(type(owner), name, TENSOR, vars(owner)[name].numel())
-                setattr(owner, name, nn.Parameter(vars(owner)[name].detach()))
+                if self._note(type(owner), name, TENSOR, vars(owner)[name].numel()):
+                    with contextlib.suppress(Exception):  # a class may refuse to be given anything
+                        setattr(owner, name, nn.Parameter(vars(owner)[name].detach()))
             for name, kept in _kept_aside(owner):
                 weights = sum(len([*x.parameters()]) for x in tree_leaves(kept))
                 if _is_unknown(kept, module) and self._note(type(owner), name, type(kept).__name__, weights):
-                    with contextlib.suppress(Exception):  # a class may refuse to be given anything
+                    with contextlib.suppress(Exception):
                         setattr(owner, name, made := _as_modules(kept))
                         waiting += made.modules()
 
@@ -81,7 +82,7 @@ def _named_twice(owner: nn.Module) -> Iterator[tuple[str, str]]:
 def _learnt_aside(owner: nn.Module) -> list[str]:
     """Name the attributes that are tensors to be learnt, made of no others, and no parameters."""
     held = ((name, x) for name, x in vars(owner).items() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
-    return [name for name, x in held if x.requires_grad and x.is_leaf and _made_at(type(owner), name)[1]]
+    return [name for name, x in held if x.requires_grad and x.is_leaf]
 
 
 def _are_modules(kept: Any) -> bool:

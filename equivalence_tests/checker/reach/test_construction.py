@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, MAX_LEN, Sizes, value_for
+from equivalence_tests.checker.reach.by_steps import forward_by_steps
 from equivalence_tests.checker.reach.configs import ImitatedConfig, made_up_for
 from equivalence_tests.checker.reach.construction import FEW, argument_lists, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -869,3 +870,18 @@ def test_what_alone_says_how_wide_tokens_are_is_their_width() -> None:
     RunsWhatItIsHanded.calls = 0
     assert not list(trials_of(module.around, sizes, torch.float64))  # only its caller knows what
     assert RunsWhatItIsHanded.calls == 0
+
+
+class TakesAnything(nn.Module):
+    """Encodes and decodes whatever it is given, so that nothing says what a forward would take."""
+
+    def encode(self, *tokens: Tensor) -> Tensor:
+        return tokens[0]
+
+    def decode(self, memory: Tensor, scale: float = 1.0, **others: Tensor) -> Tensor:
+        return scale * memory
+
+
+def test_steps_that_take_anything_make_no_forward() -> None:
+    assert forward_by_steps(TakesAnything) is None
+    assert "has no forward" in verify(TakesAnything).reason

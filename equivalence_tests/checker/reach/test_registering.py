@@ -136,5 +136,5 @@ def test_a_module_of_two_names_is_noted(tmp_path: Path, second: str) -> None:
     both = f"self.first = nn.LayerNorm(12); self.second = {second}; self.layers = nn.ModuleList()"
     loop = "[(self.first, self.second)]"
     (tmp_path / "mine.py").write_text(TEXT.replace("KEPT", both).replace("LOOP", loop))
-    noted = "in Encoder, first and second are one module, with the same weights"
+    noted = "in Encoder, first and second are the same module and share their weights"
     assert (noted in verify(f"{tmp_path / 'mine.py'}:Encoder").notes) == (second == "self.first")

@@ -453,7 +453,7 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
         (EMBEDDED.replace("TAKEN", "inputs_embeds"), "Model", "every layer gets the same input"),
         (HANDED.replace("LAST", "x"), "Stack", "self.blocks, self.norm"),
         (HANDED.replace("LAST", "self.norm(x)").replace("_output, tgt_mask)", "_output, None)"), "Translator", UNREAD),
-        (TURNED.replace("CALLED", "self.layer(self.embed(ids))"), "Layer", "one sample is changed in Classifier"),
+        (TURNED.replace("CALLED", "self.layer(self.embed(ids))"), "Layer", "seen in Classifier, which builds"),
     ],
     ids=[
         *("the scale", "the keys stay", "a frozen table", "columns of a window", "places of a cache"),

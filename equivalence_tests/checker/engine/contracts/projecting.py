@@ -158,7 +158,7 @@ def _held_again(module: nn.Module, weight: str) -> str:
     parts = weight.split(".")
     paths = [".".join(parts[:end]) for end in range(1, len(parts))]
     lists = ((path, owner) for path in paths if isinstance(owner := module.get_submodule(path), nn.ModuleList))
-    again = (f"The {len(one)} entries of {path} are one module." for path, one in lists if len({*one}) == 1)
+    again = (f"All {len(one)} entries of {path} are the same module." for path, one in lists if len({*one}) == 1)
     return next(again, "")
 
 
