@@ -56,11 +56,16 @@ def differing_in_training(module: nn.Module, calls: Iterable[Output]) -> Departu
     if any(isinstance(one, OF_THE_BATCH) for one in module.modules()):
         return None
     for call in calls:
-        ways, before = Branches(), attempt(call)
+        ways, state = Branches(), torch.get_rng_state()
+        before, drawn = attempt(call), torch.get_rng_state()
+        torch.set_rng_state(state)
         with training(module):
-            trained, again = attempt(ways.watching(call)), attempt(call)
+            trained, drawn_in_training = attempt(ways.watching(call)), torch.get_rng_state()
+            again = attempt(call)
         if before is None or trained is None or again is None or not torch.equal(trained, again):
-            continue  # it draws numbers of its own
+            continue
+        if not torch.equal(drawn, drawn_in_training):
+            continue  # it drops by itself, and may have dropped the same twice
         if not near(trained, before, MEASURED):
             claim = f"Without dropout, the output differs by {_gap(trained, before):.2g} of the largest value."
             return Departure("training_differs", "call", None, {"claim": claim}, frames=ways.decided_by("training"))

@@ -45,10 +45,10 @@ OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)
 CODE_ERRORS = (AttributeError, NameError)
 TOKENS = 5
 TOGETHER = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
-# What the words beside a mask say that 1 and True mean in it.
+# What the words beside a mask say that 1 and True mean in it; a clause ends in Chinese punctuation too.
 SAYS = {
-    "look": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(real|valid|ke?ep|attend|visible)", re.IGNORECASE),
-    "block": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(pad|ignor|mask(ed|ing)|hid|block)", re.IGNORECASE),
+    meaning: re.compile(rf"\b(1|true|ones?)\b[^.,;\uff0c\uff1b\uff09\u30020-9]{{1,25}}?\b({words})", re.IGNORECASE)
+    for meaning, words in (("look", "real|valid|ke?ep|attend|visible"), ("block", "pad|ignor|mask(ed|ing)|hid|block"))
 }
 HIDE_KEYS = ("keys", "lengths", "shared", "full")  # patterns of masks
 

@@ -211,6 +211,10 @@ class SaysItBehindTheShape(DoesTheOpposite):
     """Attends to a text. text_mask shape : (batch, key) = True for real tokens, False for padding"""
 
 
+class EndsItsClauseInChinese(SaysWhatOneMeans):
+    """Attends to a text, of which text_mask: (batch, key), 1=真实 token，用于屏蔽 padding."""  # noqa: RUF002
+
+
 class CountsItsCases(SaysWhatOneMeans):
     """Attends to a text. Case 1: padding, for which text_mask (batch, key) is given."""
 
@@ -223,6 +227,7 @@ class CountsItsCases(SaysWhatOneMeans):
         (SaysWhatItDoes, ()),
         (IndicatesMasking, ("mask_inverted",)),
         (SaysItBehindTheShape, ("mask_inverted",)),
+        (EndsItsClauseInChinese, ()),
         (CountsItsCases, ()),
     ],
 )
