@@ -60,6 +60,7 @@ from equivalence_tests.checker.reach.proposing import (
     ranked,
     unread_arguments,
 )
+from equivalence_tests.checker.reach.tried import TRIED
 
 # What tensors are tried as where their names say nothing.
 THREE = tuple(itertools.permutations(ROLES))
@@ -98,8 +99,6 @@ class Errors(list[str]):
 
     def __init__(self, said: Iterable[str] = ()) -> None:
         super().__init__(said)
-        # The ways that failed with every mask and angles, and for each answer the first call it met.
-        self.failed: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
         self.own: list[str] = []  # what steps of the check itself raised, where the code ran
         self.before_the_mask: set[str] = set()  # what was said, but for sizes, where no mask changed the answer
 
@@ -358,16 +357,18 @@ def _role(parameter: inspect.Parameter) -> str:
 
 def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
     """Try it in all forms of masks and angles, unless all of them failed alike for another instance or precision."""
-    key, met, found = (trial.plan, trial.sizes), dict[str, Trial](), False
-    known = errors.failed.get(key, {})
+    of = type(trial.function) if isinstance(trial.function, nn.Module) else trial.function
+    key, met, found = (of, trial.plan, trial.sizes), dict[str, Trial](), False
+    known = TRIED.failed.get(key, {})
     again = (replace(one, function=trial.function, dtype=trial.dtype) for one in known.values())
     if known and all(_answer(one) == text for text, one in zip(known, again, strict=True)):
+        errors += [text for text in known if text not in errors]
         return
     for working in _in_all_forms(trial, errors, met):
         found = True
         yield working
     if not found:
-        errors.failed[key] = met
+        TRIED.failed[key] = met
         given, asked = next((width.groups() for width in map(ASKED_WIDTH.search, met) if width), ("", ""))
         roles = tuple((name, f"=(batch, {asked})" if role == VECTOR else role) for name, role in trial.plan.roles)
         if asked and roles != trial.plan.roles:

@@ -62,6 +62,8 @@ class Tried:
         self.call: Try | None = None  # the first that ran, else the one that got furthest
         self.built_first: Try | None = None  # the first construction that succeeded
         self.not_built: Try | None = None  # the first that did not
+        # The ways to call that failed with every mask and angles, and for each answer the first call it met.
+        self.failed: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.handed_numbers_alone = True  # constructors were given nothing that could choose what is called
         self._kinds = {type(target)} - {FunctionType}
 
