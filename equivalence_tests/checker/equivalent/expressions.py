@@ -4,7 +4,7 @@ import math
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -240,10 +240,15 @@ class Evidence:
 
     parameters: Parameters
     used: set[str] = field(default_factory=set)  # the parameters that the attention itself uses
+    asks_itself: bool = False  # queries, keys and values are made of one argument
 
-    def steps(self, expression: Expression, stage: str) -> Iterator[Step]:
-        """List the steps of an expression; each parameter speaks for one step only, whatever takes what it gives."""
-        for one in dict.fromkeys(all_of(expression)):
+    def steps(self, expression: Expression, stage: str, known: Collection[Expression] = ()) -> Iterator[Step]:
+        """List the steps of an expression; each parameter speaks for one step only, whatever takes what it gives.
+
+        Of what is known whole elsewhere, a part is no further step.
+        """
+        part = isinstance(expression, Made) and expression.name == "cut" and expression.inner[0] in known
+        for one in [expression] if part else dict.fromkeys(all_of(expression)):
             if isinstance(one, Called):
                 said = self._of_module(one.path)
                 yield Step(f"{one.path} is called", said, stage if said else "again")
@@ -284,9 +289,10 @@ class Evidence:
             yield Step("an argument as it is multiplies something", "", "gate")
 
     def _of_class(self, one: Made) -> str:
-        """A class token stands first, and may ask alone."""
+        """A class token stands first, and may ask alone, as it does in CrossViT."""
         name = type(self.parameters.module).__name__
-        first = [*one.numbers] == [1, 0, 1] and re.search("class|cls|pool", name, re.IGNORECASE)
+        asks = "class|cls|pool|cross" if self.asks_itself else "class|cls|pool"
+        first = [*one.numbers] == [1, 0, 1] and re.search(asks, name, re.IGNORECASE)
         return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:

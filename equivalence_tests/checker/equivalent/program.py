@@ -137,14 +137,16 @@ class Program:
 
     def steps(self, parameters: Parameters) -> Iterator[Step]:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
-        evidence = Evidence(parameters, self.projections(parameters))
+        takes = dict.fromkeys(one.tokens for _, one in self.roles)
+        asks_itself = len({*of_kind(Given, *takes)}) == 1
+        evidence = Evidence(parameters, self.projections(parameters), asks_itself)
         yield from self._twice(parameters)
         yield from self._of_others(parameters)
         yield from self._in_part(parameters)
         yield from self._in_another_order(parameters)
         yield from self._in_their_own_order()
-        for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
-            yield from evidence.steps(tokens, "project")
+        for tokens in takes:
+            yield from evidence.steps(tokens, "project", known=takes)
         yield from self._of_operands()
         yield from self._of_scores(parameters)
         yield from () if self.gain is None else evidence.steps(self.gain, "scale")

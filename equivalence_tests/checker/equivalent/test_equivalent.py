@@ -528,6 +528,34 @@ def test_some_tokens_may_ask_where_the_name_of_the_class_says_so() -> None:
     assert (without.verdict, "a part of the tokens" in without.reason) == ("unchecked", True)
 
 
+class CrossesWithItself(Base):
+    """The first token asks all of its stream, and is added to the answer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.asked(x, self.norm(x))
+
+    def asked(self, x: Tensor, memory: Tensor) -> Tensor:
+        _, k, v = self.operands(memory)
+        q = self.split(self.q(self.norm(x)[:, :1]))
+        return x[:, :1] + self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
+
+
+class CrossesWithAnother(CrossesWithItself):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        return self.asked(x, memory)
+
+
+def test_the_first_token_may_cross_with_its_own_stream() -> None:
+    x = torch.randn(2, 5, WIDTH)
+    (right,), (other,) = verify(CrossesWithItself(WIDTH, HEADS), (x,)), verify(CrossesWithAnother(WIDTH, HEADS), (x, x))
+    assert (right.verdict, right.mistakes) == ("equal", ()), str(right)
+    assert other.verdict == "unchecked", str(other)
+
+
 class Joins(Base):
     def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
         q, _, _ = self.operands(x)
