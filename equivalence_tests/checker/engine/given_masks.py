@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.scores_table import future_of, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import HIDING
+from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE
 
 ALL = slice(None)
 # How a mask may stand over (samples, heads, queries, keys), by the number of its axes.
@@ -113,3 +115,13 @@ def _alike_for_all(part: Part, own: Tensor) -> bool:
     place = query * keys + key
     hidden, scores = (torch.bincount(where, minlength=queries * keys) for where in (place[own], place))
     return bool(((hidden == 0) | (hidden == scores)).all())
+
+
+def further_axes(attention: Attention) -> torch.Size | None:
+    """Give the shape of scores that get more axes from a mask that they meet; None where none do."""
+    for part in attention.parts:
+        for step, codes, _ in list(part.steps(attention.run))[1:]:
+            taken = [own.dim() for _, own in attention.run.names.taken(step) if part.number in sources_in(own)]
+            if step.name in ELEMENTWISE and max(taken, default=codes.dim()) < codes.dim():
+                return codes.shape
+    return None

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.given_masks import further_axes
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.situations import Situation, call_of, new_departures, shifts_scores, situation_of
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
 from equivalence_tests.checker.engine.visibility import probed
-from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_parameter
 from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
@@ -39,6 +39,7 @@ T = TypeVar("T")
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; the output for those means nothing"
 NO_MASK = "read as a mask, it hides nothing, and no name says that it is one"
+WIDENS = ", or gives the scores more axes"
 HIDES_NOTHING = f"{NEVER_READ}, so it hides nothing"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
@@ -234,9 +235,12 @@ class _Masks:
         if "batch" in form.shape or self.situation.inputs.query.size(0) == 1:
             return
         before = len(self.errors)
-        if all(self._output(one) is None for one in others):
-            line = raised_at(self.errors[before][1])
-            yield Exercise(f"{self.parameter} for each sample", False, f"it raises in every shape{line}")
+        attempts = (self._attempt(one) for one in others if self._output(one) is not None)
+        if all(attempt is None or attempt.blocked for attempt in attempts):
+            errors = [error for _, error in self.errors[before:]]
+            line = next(filter(None, map(raised_at, errors)), "")
+            wider = WIDENS * any(isinstance(error, CannotCheckError) for error in errors)
+            yield Exercise(f"{self.parameter} for each sample", False, f"it raises in every shape{line}{wider}")
 
     def _taken_in_vain(self, form: MaskForm) -> Iterator[Exercise]:
         """List the other shapes in which the code takes a mask that means the same, and hides nothing."""
@@ -337,12 +341,8 @@ def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
 def _without_further_axes(attempt: Situation) -> Situation:
     """Raise where a mask has more axes than the scores that it meets, so that these get more."""
     for judgement in attempt.found.judgements:
-        run = judgement.attention.run
-        for part in judgement.attention.parts:
-            for step, codes, _ in list(part.steps(run))[1:]:
-                taken = [own.dim() for _, own in run.names.taken(step) if part.number in sources_in(own)]
-                if step.name in ELEMENTWISE and max(taken, default=codes.dim()) < codes.dim():
-                    raise CannotCheckError(f"the mask has more axes than the scores: {tuple(codes.shape)}")
+        if axes := further_axes(judgement.attention):
+            raise CannotCheckError(f"the mask has more axes than the scores: {tuple(axes)}")
     return attempt
 
 

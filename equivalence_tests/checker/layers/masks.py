@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.given_masks import further_axes
 from equivalence_tests.checker.engine.judging import attentions_of
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Call
@@ -61,6 +62,7 @@ class Mask:
     side: str = ""  # "source" or "target", as its name has it; "" where that does not say
     of_others: bool = False  # whether all that it hides in the first attention is made of other tokens
     inverted: Sequence[Site] = ()  # attentions in which padding is all that is seen
+    widens: bool = False  # whether the scores get more axes from it in some form
 
     @property
     def hides(self) -> str:
@@ -172,6 +174,7 @@ class _Reader:
     def __init__(self, module: nn.Module, run: ModelRun, heads: int, whole: ModelRun) -> None:
         self.module, self.run, self.heads, self.whole = module, run, heads, whole
         self._outputs: dict[tuple[str, MaskForm, int | None], Tensor | None] = {}
+        self.widened = False  # whether a mask has given the scores more axes
 
     @cached_property
     def plain(self) -> Seen:
@@ -184,7 +187,11 @@ class _Reader:
         found: Seen = defaultdict(set)
         if not bool(recorded.output.isfinite().all()):  # type: ignore[attr-defined]  # a tensor
             return found
-        for part, path in ((part, found.first.place) for found in attentions_of(recorded) for part in found.parts):
+        attentions = attentions_of(recorded)
+        if any(further_axes(attention) for attention in attentions):  # a mask whose batch is no axis of the scores
+            self.widened = True
+            return found
+        for part, path in ((part, one.first.place) for one in attentions for part in one.parts):
             made_of = (recorded.recorder.origins_of(slot.tensor) for slot in part.product.operands)
             query, key = (recorded.recorder.named(bits) for bits in made_of)
             reads = "target" if TARGET in key else "memory" if TARGET in query else "source"
@@ -193,8 +200,10 @@ class _Reader:
 
     def read(self, name: str) -> Mask:
         """Hand a mask over in every form that other lengths have too, or else in any, until one hides a token."""
+        self.widened = False
         found = self._read(name, fitting=True)
-        return found if found.reached else self._read(name, fitting=False)
+        found = found if found.reached else self._read(name, fitting=False)
+        return replace(found, widens=self.widened)
 
     def _read(self, name: str, fitting: bool) -> Mask:
         mask = Mask(name, side=_side(name))

@@ -11,7 +11,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import numbers_exercised
-from equivalence_tests.checker.engine.mask_trials import HIDES_NOTHING, has_nothing_to_hide
+from equivalence_tests.checker.engine.mask_trials import HIDES_NOTHING, WIDENS, has_nothing_to_hide
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.probing import made_in_forward
 from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
@@ -162,6 +162,9 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
         if mask.form is not None:
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
             walk.report.conventions.append(row)
+            if mask.widens and "batch" not in mask.form.shape:
+                what = f"{mask.name} for each sample"
+                walk.report.coverage.append(Exercise(what, False, f"it raises{WIDENS}, in every shape that was tried"))
     add_idle_arguments(walk, label, path, trial, run.masks)
 
 

@@ -278,3 +278,19 @@ def test_padding_in_front_that_leaves_a_query_without_keys_is_listed() -> None:
     report = verify(Recommender)
     assert [one.what for one in report.not_exercised] == ["padding in front of the tokens"], str(report)
     assert verify(AlwaysSeesTheFirst).verdict == "equal", str(verify(AlwaysSeesTheFirst))
+
+
+SHARED = (
+    TEXT.replace(f"        if mask is not None:\n            {END}\n", "")
+    .replace("~mask[:, None, None]", "~mask[None]")
+    .replace(".flatten(2))", ".reshape(x.shape))")
+)
+
+
+@pytest.mark.parametrize("name", ["Attends", "EncoderLayer"])
+def test_a_mask_that_lies_with_its_samples_along_the_heads_is_of_none(name: str, tmp_path: Path) -> None:
+    """One of (batch, 1, query, key) gives the scores a fifth axis, and what comes back has the shape of tokens."""
+    said = report_on(SHARED, name, tmp_path)
+    assert said.startswith("partial"), said
+    assert "mask for each sample it raises" in said
+    assert "gives the scores more axes" in said
