@@ -1,33 +1,39 @@
 """Decoding with a cache, step by step and in two chunks, compared with the same tokens in one pass."""
 
 import copy
-import importlib
 import inspect
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from equivalence_tests.checker.engine.cache_protocols import (
+    OF_LAYER,
+    Protocol,
+    cache_arguments,
+    count_on,
+    is_switch,
+    prepare,
+    protocols,
+)
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.arguments import MASK_ROLES, MAX_LEN, first_match, value_for
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION
-from equivalence_tests.checker.reach.proposing import empty_state, parameters_of, unread_arguments
-from equivalence_tests.checker.reach.state import CACHE, Answer, ask, held_by
+from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
+from equivalence_tests.checker.reach.state import Answer, ask, held_by
 from equivalence_tests.checker.reach.syntax import handed_back
 from equivalence_tests.checker.reach.tracing import tensors_in, tensors_of
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
@@ -36,7 +42,6 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames
 TOKENS = 6
 ROUNDS = 6  # of putting operations right
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
-NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 NEW_ALONE = "it is of the new tokens alone, right only where the caller joins it to what was kept"
 SINGLY = {"token by token": (1,) * TOKENS, "a chunk, then token by token": (4, 1, 1)}
 CHUNKS = {**SINGLY, "in two chunks": (4, 2)}
@@ -44,35 +49,6 @@ Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step t
 Outcome = tuple[list[Exercise], list[Finding]]  # what was not run, and what is wrong
 Step = tuple[Tensor, Recorder]  # the output of a step, and what ran in it
 Lines = dict[tuple[str, Frames], list[Tensor]]  # what the same function gave in the same line, one after another
-PREPARES = re.compile(r"^_?(set_?up|init(iali[sz]e)?|alloc(ate)?|prepare|make|create|build|enable)_\w*cache", re.I)
-SWITCHES = re.compile(r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.I)
-
-
-class _Protocol(NamedTuple):
-    """One way in which code may keep keys and values from step to step."""
-
-    holders: tuple[str, ...]  # the arguments that take the cache: none, one, or one each for keys and values
-    detail: str  # the same in words
-    first: Callable[[], Any] = lambda: None  # gives the cache of the first step
-    # Which of the returned values the next step takes as the cache; None if it takes the same object.
-    fed_back: int | slice | None = None
-    prepares: str = ""  # the name of the method that makes the cache before the first step; "" for none
-    joins: bool = False  # whether the caller joins what comes back, of the new tokens alone, to what it has kept
-
-
-def cache_arguments(function: Callable[..., Any]) -> list[str]:
-    """Name the arguments of a forward that serve decoding with a cache.
-
-    >>> cache_arguments(lambda x, past_key_value=None, use_cache=False, start_pos=0: None)
-    ['past_key_value', 'use_cache', 'start_pos']
-    """
-    names = [p.name for p in parameters_of(function)]
-    return [
-        name
-        for name in names
-        if (CACHE.search(name) and not NO_CACHE.search(name))
-        or (POSITION.search(name) or SWITCHES.search(name) or empty_state(function, name) is not None)
-    ]
 
 
 @torch.no_grad()
@@ -91,7 +67,7 @@ def exercised_cache(trial: Trial, hiding: Sequence[Hiding] = ()) -> Outcome:
         return [Exercise(name, False, "it is not known how to call it with a cache") for name in names], []
     reasons: list[str] = []
     for causal in [*(hiding or _causal_ways(trial))] or [_sees_all]:
-        for protocol in _protocols(trial, names):
+        for protocol in protocols(trial, names):
             answer = _decoded(_Decoder(trial, protocol, names, causal, trial.inputs(TOKENS).query))
             if answer.value is not None:
                 refused, findings = answer.value
@@ -137,61 +113,12 @@ def _hides_the_future(trial: Trial, way: Hiding) -> bool:
     return pattern_of(probed(trial, TOKENS, extra).any(0), ahead_of(TOKENS)) == "causal"
 
 
-def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
-    """List the ways in which a cache may be passed from step to step, the likeliest first."""
-    parameters = {p.name: p for p in parameters_of(trial.function)}
-    places = [name for name in names if POSITION.search(name)]
-    holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
-    if len(holders) == 2:
-        detail = f"what it returns is passed to {' and '.join(holders)}"
-        yield _Protocol(tuple(holders), detail, lambda: (None, None), slice(1, 3))
-    for holder in holders:
-        for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
-            empty = partial(empty_state, trial.function, holder, trial.sizes, trial.sizes.batch)
-            first = empty if (holder, "=state") in trial.plan.roles else lambda: None
-            yield _Protocol((holder,), f"what it returns is passed to {holder}", first, back)
-        for detail, make in _objects(parameters[holder]):
-            yield _Protocol((holder,), f"{detail} is passed to {holder}", make)
-    yield _Protocol((), "the module keeps it")
-    inside = trial.function.modules() if isinstance(trial.function, nn.Module) else ()
-    for name in dict.fromkeys(name for module in inside for name in dir(type(module)) if PREPARES.search(name)):
-        yield _Protocol((), f"the module keeps it, made by {name}", prepares=name)
-
-
-def _prepare(trial: Trial, name: str) -> None:
-    """Let the outermost modules that have a method of this name make their cache."""
-    sizes, done = trial.sizes, list[str]()
-    for path, module in trial.function.named_modules() if isinstance(trial.function, nn.Module) else ():
-        if hasattr(module, name) and not any(path.startswith(f"{other}." if other else "") for other in done):
-            made = getattr(module, name)
-            asked = [p.name for p in parameters_of(made) if p.default is p.empty]
-            known = {"samples": sizes.batch, "size": MAX_LEN, "dtype": trial.dtype, "device": "cpu"}
-            roles = {one: first_match(one, MASK_ROLES, "") for one in asked}
-            made(**{one: known.get(role, value_for(one, sizes)[1]) for one, role in roles.items()})
-            done.append(path)
-
-
-def _is_switch(parameter: inspect.Parameter) -> bool:
-    return isinstance(parameter.default, bool) or bool(SWITCHES.search(parameter.name))
-
-
-def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What an empty cache may be: an object of the annotated class, transformers' cache, a dict, a list."""
-    for annotation in (parameter.annotation, *getattr(parameter.annotation, "__args__", ())):
-        if inspect.isclass(annotation) and annotation not in (type(None), Tensor, tuple, list, dict, bool, int):
-            yield f"a {annotation.__name__}", annotation
-    if "Cache" in str(parameter.annotation):
-        yield "a DynamicCache", lambda: importlib.import_module("transformers").DynamicCache()
-    yield "a dict", dict
-    yield "a list", list
-
-
 @dataclass
 class _Decoder:
     """Decodes tokens of shape (batch, tokens, features), with and without a cache."""
 
     trial: Trial
-    protocol: _Protocol
+    protocol: Protocol
     names: list[str]  # all arguments that serve the cache
     hiding: Hiding
     tokens: Tensor
@@ -214,15 +141,17 @@ class _Decoder:
         return torch.cat([self.trial.output(Inputs(x, x, x), {}) for x in self.tokens[:, :length].split(1, 1)], 1)
 
     def makes_no_mask(self, lengths: Sequence[int]) -> bool:
-        """Whether in the last step each token sees all, or as much as in a step with nothing kept before it."""
+        """Whether in the last step each sees all, or what torch's own causal mask shows, from the first key on."""
 
-        def last(tokens: Tensor) -> Tensor:
-            return [*replace(self, tokens=tokens).steps(lengths)][-1][0]
+        def last(tokens: Tensor) -> Step:
+            return [*replace(self, tokens=tokens).steps(lengths)][-1]
 
+        plain, run = last(self.tokens)
         changed = (self.tokens.index_fill(1, torch.tensor(token), 1.0) for token in range(sum(lengths)))
-        seen = torch.stack([(last(x) != last(self.tokens)).any(-1).any(0) for x in changed], -1)
+        seen = torch.stack([(last(x)[0] != plain).any(-1).any(0) for x in changed], -1)
         own = ahead_of(sum(lengths))[-lengths[-1] :] == 0  # as the query
-        return bool(seen.all()) or torch.equal(seen | own, torch.ones_like(seen).tril() | own)
+        first = torch.equal(seen | own, torch.ones_like(seen).tril() | own)
+        return bool(seen.all()) or (first and bool(run.made))
 
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[Step]:
         """Decode with the cache, on a copy of the module, which may keep keys and values.
@@ -232,7 +161,7 @@ class _Decoder:
         function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
         trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
         if protocol.prepares:
-            _prepare(trial, protocol.prepares)
+            prepare(trial, protocol.prepares)
         handed, start, before, size = protocol.first(), 0, _sizes(function), 0
         patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
         for length in lengths:
@@ -244,6 +173,8 @@ class _Decoder:
                 kept, handed = handed, returned[protocol.fed_back]
                 if protocol.joins and start:
                     handed = _joined(kept, handed, start, length)
+            elif protocol.holders:
+                count_on(handed, trial.function, length)
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
             if not (_holds(handed) if protocol.holders else _sizes(function) != before):
@@ -261,8 +192,10 @@ class _Decoder:
         holders = self.protocol.holders
         given: dict[str, Any] = dict(zip(holders, handed if len(holders) > 1 else (handed,), strict=False))
         for name in self.names:
-            if _is_switch(parameters[name]):
+            if is_switch(parameters[name]):
                 given[name] = True
+            elif OF_LAYER.search(name) and handed is not None:
+                given[name] = 0
             elif POSITION.search(name):
                 many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
                 given[name] = torch.arange(start, start + length) if many else start

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.additive import additive
 from equivalence_tests.checker.engine.agreeing import agree, output_with
-from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
+from equivalence_tests.checker.engine.cache_protocols import cache_arguments
+from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill

@@ -1,4 +1,4 @@
-"""Caches that a method makes before the first step."""
+"""Caches that are made before the first step: by a method, as an object of some sizes, or as a pair of nothing."""
 
 import math
 
@@ -39,6 +39,9 @@ class SetsItsCacheUp(nn.Module):
         q, k = self.turned(q, self.first(start_pos)), self.turned(k, self.first(start_pos))
         if use_cache:
             k, v = self.kept(k, self.k_cache, start_pos), self.kept(v, self.v_cache, start_pos)
+        return self.attended(q, k, v)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ones = q.new_ones(q.size(-2), k.size(-2))
         future = ones.triu(1 + k.size(-2) - q.size(-2)).bool()
         scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(future, -torch.inf)
@@ -71,3 +74,76 @@ def test_mistakes_with_such_a_cache_are_found(wrong: type[nn.Module], line: str)
     report = verify(wrong)
     assert report.mistakes == ("cache_differs_from_one_pass",), str(report)
     assert line in str(report.findings[0].stack)
+
+
+class KeyValueCache:
+    """Keys and values of all layers; how many tokens there are is told by whoever has run all layers."""
+
+    def __init__(self, n_layer: int, max_batch_size: int, n_heads: int, max_seq_len: int, width: int) -> None:
+        self.k, self.v = (torch.zeros(n_layer, max_batch_size, n_heads, max_seq_len, width) for _ in range(2))
+        self.seen = 0
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        stop = self.seen + k.size(-2)
+        for kept, new in ((self.k, k), (self.v, v)):
+            kept[layer, :, :, self.seen : stop] = new
+        return [kept[layer, :, :, :stop] for kept in (self.k, self.v)]
+
+    def advance(self, tokens: int) -> None:
+        self.seen += tokens
+
+
+class TakesAnObject(SetsItsCacheUp):
+    """Nothing but its name and its file say of what class its cache is."""
+
+    def forward(self, x: Tensor, cache=None, layer_idx: int | None = None) -> Tensor:  # type: ignore[no-untyped-def]
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
+        start = 0 if cache is None else cache.seen
+        q, k = self.turned(q, self.first(start)), self.turned(k, start)
+        if cache is not None:
+            assert layer_idx is not None
+            k, v = cache.update(layer_idx, k, v)
+        return self.attended(q, k, v)
+
+
+class TurnsQueriesFromTheFirst(TakesAnObject):
+    def first(self, start: int) -> int:
+        return 0
+
+
+class TakesAPair(SetsItsCacheUp):
+    """Gives keys and values back where it is handed some, or a pair of nothing."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cache: tuple[Tensor | None, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv))
+        if cache is None:
+            return self.attended(q, k, v), None
+        keys, values = cache
+        k, v = (new if old is None else self.joined(old, new) for old, new in ((keys, k), (values, v)))
+        return self.attended(q, k, v), (k, v)
+
+    def joined(self, old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([old, new], 2)
+
+
+class JoinsThemInFront(TakesAPair):
+    def joined(self, old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([new, old], 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "how", "wrong"),
+    [
+        (TakesAnObject, "a KeyValueCache is passed to cache", TurnsQueriesFromTheFirst),
+        (TakesAPair, "what it returns is passed to cache", JoinsThemInFront),
+    ],
+)
+def test_an_empty_cache_may_be_an_object_of_some_sizes_or_a_pair(
+    right: type[nn.Module], how: str, wrong: type[nn.Module]
+) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert [one.detail for one in report.coverage if one.what == "cache" and one.exercised] == [how]
+    assert verify(wrong).mistakes == ("cache_differs_from_one_pass",), str(verify(wrong))

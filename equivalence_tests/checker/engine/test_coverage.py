@@ -129,6 +129,16 @@ class ChunkSeesTheFirst(ChunkSeesItsFuture):
         return q.size(2) > 1
 
 
+class ChunkMasksTheFirst(Cached):
+    """Wrong: makes a mask for several tokens behind others, of as many keys, and takes its first rows."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        k, v = joined(past_key_value, (k, v))
+        hidden = x.new_ones(WIDTH, WIDTH).triu(1)[: q.size(2), : k.size(2)].bool()
+        return self.attend(q, k, v, hidden if q.size(2) > 1 else None), (k, v)
+
+
 class ChunkSeesOtherKeys(Cached):
     """Wrong: makes a mask for several tokens behind others, and its halves stand the wrong way round."""
 
@@ -593,6 +603,7 @@ def test_what_is_done_in_chunks_of_a_number_is_listed() -> None:
         (CachedInOnePosition, "q, k = self.turned(q, k)"),
         (KeptAtPositionZero, "self.cache_k[:, :, : end - start]"),
         (ChunkSeesOtherKeys, "hidden = torch.cat([above("),
+        (ChunkMasksTheFirst, "hidden = x.new_ones("),
     ],
 )
 def test_what_is_wrong_in_a_later_step_has_its_line(made: type[nn.Module], line: str) -> None:
