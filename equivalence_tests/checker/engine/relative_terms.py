@@ -26,6 +26,7 @@ from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.vocabulary import ADDS, CONTRACTIONS, MOVES, MULTIPLIES
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
+PADDED = "what the rows were padded with"
 LONGER = 3  # by so many tokens, another call
 OF_KEYS = ("keys", "lengths")  # patterns of masks that hide the same keys from all queries
 TO_PAIRS = "Multiply each query by its own vectors: give the queries an axis for the keys, not the other way round."
@@ -34,6 +35,7 @@ TO_SKEWING = (
     "query then starts with the first vector."
 )
 TO_ALL = "Take a vector for each of the 2 * len - 1 distances, so that later keys have theirs"
+TO_FIRST = "Keep the first columns: once the first row is left out, the vector of key j is met in column j."
 NO_MASK_HELPS = ". Hiding later keys is not enough: in a longer call, each distance gets another vector."
 
 
@@ -58,8 +60,12 @@ class Term:
 
     @property
     def of_others(self) -> Tensor:
-        """Which scores get what another query says."""
-        return (self.said >= 0) & (self.product.table.query[self.said] != self.part.table.query)
+        """Which scores get what another query says, or what was padded where their own key has a vector."""
+        other = (self.said >= 0) & (self.product.table.query[self.said] != self.part.table.query)
+        if self.right is None or not any(one.name == "pad" for one in self.way):
+            return other
+        query, key, _, _ = ranks_of(self.part)
+        return other | ((self.said < 0) & (self.right[0] >= 0) & (query == key))
 
     @property
     def cut(self) -> Operation:
@@ -79,6 +85,11 @@ class Term:
         own, other = self.heads
         return torch.equal(self.said.sort().values, torch.isin(other, own).nonzero()[:, 0])
 
+    @property
+    def is_of_all_distances(self) -> bool:
+        """Whether there are vectors for later keys as well."""
+        return int(self.product.table.rank_key.max()) + 1 == 2 * ranks_of(self.part)[3] - 1
+
     @cached_property
     def right(self) -> tuple[Tensor, Tensor] | None:
         """An element of the product for each score that its query takes part in, and one that its vector does.
@@ -96,6 +107,16 @@ class Term:
         column = keys - 1 - query + key
         place = made[own.query, head, column.clamp_max(sizes[2] - 1)].masked_fill(column >= sizes[2], -1)
         return place, place
+
+    def taken(self, run: Run) -> Operation:
+        """Give what takes the vectors out of a longer table, or else the product."""
+        side = self.product.contraction.sides[1]
+        maker = run.graph.maker(self.product.operation.inputs[side], self.product.operation.index)
+        while maker is not None and maker.name in MOVES:
+            if maker.name in CUTS and maker.inputs[0].value.numel() > maker.outputs[0].value.numel():
+                return maker
+            maker = run.graph.maker(maker.inputs[0], maker.index)
+        return self.product.operation
 
     def patch(self, recorder: Recorder, operation: Operation) -> Tensor:
         """Give what each score's own query says."""
@@ -122,9 +143,9 @@ def of_other_queries(situation: Situation) -> list[Departure]:
     if not situation.plan.self_attention and sizes.query_len != sizes.key_len:
         even = situation.of_length(sizes.query_len)
         return [] if even is None else of_other_queries(even)
-    found = (_departure(term, situation) for term in _terms(judgement))
-    wrong = [one for one in found if one is not None]
-    return [reduce(Departure.also, wrong)] if wrong else []
+    terms = [*_terms(judgement)]
+    wrong = [one for term in terms if (one := _departure(term, situation)) is not None]
+    return [reduce(Departure.also, wrong)] if wrong else [*_by_length(terms[0], situation)]
 
 
 def _departure(term: Term, situation: Situation) -> Departure | None:
@@ -136,13 +157,17 @@ def _departure(term: Term, situation: Situation) -> Departure | None:
         return None
     seen = term.of_others & ~hidden[term.part.number]
     earlier = seen & (key <= query)
-    later, masked = not bool(earlier.any()), _may_hide_later(situation)
+    later, masked = not bool(earlier.any()), not term.is_of_all_distances and _may_hide_later(situation)
     if not bool(seen.any()) or (later and masked and _is_continued(term, situation)):
         return None
-    at = int((seen if later else earlier).nonzero()[0, 0])
+    shown = seen if later else earlier
+    others = shown & (term.said >= 0)
+    at = int((others if bool(others.any()) else shown).nonzero()[0, 0])
     to_all = TO_ALL + (NO_MASK_HELPS if masked else ", or hide later keys.")
-    change = TO_PAIRS if term.is_of_pairs else to_all if later else TO_SKEWING
-    facts = {"query": int(query[at]), "key": int(key[at]), "other": int(term.sayer[at]), "change": change}
+    to_later = TO_FIRST if term.is_of_all_distances else to_all
+    change = TO_PAIRS if term.is_of_pairs else to_later if later else TO_SKEWING
+    other = f"that of query {int(term.sayer[at])}" if term.said[at] >= 0 else PADDED
+    facts = {"query": int(query[at]), "key": int(key[at]), "other": other, "change": change}
     patches = {term.way[0].index: term.patch}
     return Departure("positions_of_another_query", "bias", term.cut, facts, patches, seen_in=(situation.found, 0))
 
@@ -153,13 +178,33 @@ def _may_hide_later(situation: Situation) -> bool:
     return any(one.understood is None or one.understood.pattern not in OF_KEYS for one in masked)
 
 
+def _by_length(term: Term, situation: Situation) -> Iterator[Departure]:
+    """Say of a distance that a longer call has its vector for another one."""
+    have, want = _at_two_lengths(term, situation)
+    if have is None or want is None or near(have, want[: len(have)], LOOSE):
+        return
+    alike = next((apart for apart, one in enumerate(want) if near(have[0], one, LOOSE)), None)
+    if alike is not None:
+        lengths = {"length": len(have), "longer": len(want), "apart": alike}
+        evidence = (
+            "In a call of {length} tokens, a query meets for its own key what it meets in one of {longer} for the "
+        )
+        facts = {"claim": (evidence + "key {apart} before it.").format(**lengths)}
+        yield Departure("positions_by_length", "bias", term.taken(situation.found.run), facts)
+
+
 def _is_continued(term: Term, situation: Situation) -> bool:
     """Whether distances meet the same vectors in a longer call, as far as that is known."""
+    have, want = _at_two_lengths(term, situation)
+    return have is None or want is None or near(have, want[: len(have)], LOOSE)
+
+
+def _at_two_lengths(term: Term, situation: Situation) -> tuple[Tensor | None, Tensor | None]:
+    """Give the vectors that distances meet, in this call and in a longer one."""
     longer = situation.of_length(situation.trial.sizes.query_len + LONGER)
     other = next(_terms(longer.judgement), None) if longer is not None and longer.judgement is not None else None
     have = term.vectors(situation.found.run)
-    want = None if other is None or longer is None else other.vectors(longer.found.run)
-    return have is None or want is None or near(have, want[: len(have)], LOOSE)
+    return have, None if other is None or longer is None else other.vectors(longer.found.run)
 
 
 def _terms(judgement: Judgement) -> Iterator[Term]:

@@ -65,6 +65,20 @@ class LastRowLeftOut(Skewed):
         return padded[..., :-1, :]
 
 
+class PaddedBehind(Skewed):
+    def rows(self, said: Tensor) -> Tensor:
+        length = said.size(-1)
+        padded = F.pad(said, (0, 1)).reshape(*said.shape[:-2], length + 1, length)
+        return self.kept(padded)
+
+
+class FromTheFirst(Skewed):
+    """Reads the first rows of its table, so that a distance has another one at each length."""
+
+    def of_positions(self, query: Tensor) -> Tensor:
+        return self.rows(query @ self.table[: query.size(-2)].mT)
+
+
 class TwiceWrong(LastRowLeftOut):
     def scale(self, query: Tensor) -> int:
         return query.size(-1) * self.num_heads
@@ -242,6 +256,7 @@ class HandedOver(OfAllDistances):
     ("wrong", "line", "said"),
     [
         (LastRowLeftOut, "padded[..., :-1, :]", "the score of query 1 and key 0 gets that of query 0"),
+        (PaddedBehind, "padded[..., 1:, :]", "the score of query 0 and key 0 gets what the rows were padded with"),
         (Seen, "padded[..., 1:, :]", "the score of query 0 and key 2 gets that of query 1"),
         (ViewedAnew, "[..., length:, :]", "the score of query 0 and key 0 gets that of query 2"),
         (MetByTheKeysPlace, "torch.einsum(self.meeting", "the score of query 1 and key 0 gets that of query 0"),
@@ -259,6 +274,14 @@ def test_what_another_query_says_is_named_on_its_line_with_a_proof(wrong: type, 
     assert finding.line is not None
     assert line in finding.line.text
     assert said in finding.sentence
+
+
+def test_a_distance_that_has_another_vector_in_a_longer_call_is_named_on_the_line_that_takes_it() -> None:
+    (finding,) = report_on(FromTheFirst).findings
+    assert finding.name == "positions_by_length"
+    assert "for its own key what it meets in one of 8 for the key 3 before it" in finding.evidence
+    assert finding.line is not None
+    assert "self.table[: query.size(-2)]" in finding.line.text
 
 
 def test_it_is_put_right_in_every_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,14 @@ class OfTheLast(OfDistances):
         return F.pad(said, (0, 1)).flatten(2).unflatten(-1, (-1, length))[..., length:, :]
 
 
+class OfTheLastColumns(OfDistances):
+    """Has vectors for later keys, and keeps the wrong columns, so that no mask is an excuse."""
+
+    def shifted(self, said: Tensor) -> Tensor:
+        length = said.size(-2)
+        return F.pad(said, (1, 0)).flatten(2)[..., length:].unflatten(-1, (length, -1))[..., -length:]
+
+
 class MetByTheKey(OfPairs):
     """What stands at the place of the key meets the vectors."""
 
@@ -91,7 +99,12 @@ def test_what_is_said_to_another_distance_is_not_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "line"), [(OfTheLast, "[..., length:, :]"), (MetByTheKey, "torch.einsum(self.meeting")]
+    ("made", "line"),
+    [
+        (OfTheLast, "[..., length:, :]"),
+        (OfTheLastColumns, "[..., -length:]"),
+        (MetByTheKey, "torch.einsum(self.meeting"),
+    ],
 )
 def test_what_another_query_says_is_named(made: type[OfDistances], line: str) -> None:
     (finding,) = verify(made).findings

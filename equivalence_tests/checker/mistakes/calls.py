@@ -153,6 +153,7 @@ CALLS = (
 # ---------------------------------------------------------------------------------------------- what may be intended
 _scores, _bias = rows("scores", SCALE), rows("bias")
 SKEWED = "F.pad(q @ self.far[-q.size(2) :].mT, (1, 0)).reshape(*q.shape[:2], -1, q.size(2))"  # and one row too many
+FROM_THE_FIRST = SKEWED.replace("self.far[-q.size(2) :]", "self.far[: q.size(2)]")
 
 INTENDED = (
     _rotary(
@@ -210,13 +211,22 @@ INTENDED = (
     ),
     _bias(
         "positions_of_another_query",
-        "The relative-position term comes from another query: the score of query {query} and key {key} gets that of "
-        "query {other}.",
+        "The relative-position term is not that of its own query: the score of query {query} and key {key} gets "
+        "{other}.",
         ("scores[i, j] = q[i] k[j]ᵀ + q[another] r[i - j]ᵀ", "scores[i, j] = q[i] k[j]ᵀ + q[i] r[i - j]ᵀ"),
         "{change}",
         ("= num_heads\n", "= num_heads\n        self.far = nn.Parameter(torch.randn(64, embed_dim // num_heads))\n"),
         (SCALE_LINE, f"(q @ k.mT + {SKEWED}[:, :, :-1]) / math.sqrt(q.size(-1))"),
         of="itself",
+    ),
+    _bias(
+        "positions_by_length",
+        "The relative-position term meets other vectors for the same distances when the call is longer.",
+        ("scores[i, j] = q[i] k[j]ᵀ + q[i] r[len - (i - j)]ᵀ", "scores[i, j] = q[i] k[j]ᵀ + q[i] r[i - j]ᵀ"),
+        "Take the rows from the end of the table, table[-len:], where the last is that of a query's own key.",
+        ("= num_heads\n", "= num_heads\n        self.far = nn.Parameter(torch.randn(64, embed_dim // num_heads))\n"),
+        (SCALE_LINE, f"(q @ k.mT + {FROM_THE_FIRST}[:, :, 1:]) / math.sqrt(q.size(-1))"),
+        of="causal",
     ),
     _bias(
         "bias_without_effect",
