@@ -1,12 +1,11 @@
 """Masks that are handed over, alone in the first form in which nothing departs, else in the nearest, and in pairs."""
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +14,18 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.given_masks import further_axes
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
-from equivalence_tests.checker.engine.ran import operations_of, unused_fill
+from equivalence_tests.checker.engine.ran import unused_fill
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.situations import Situation, call_of, new_departures, shifts_scores, situation_of
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
-from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.arguments import SEGMENTS, role_of_parameter
 from equivalence_tests.checker.reach.calling import OF_MEMORY, Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, mistyped, query_mask_forms
-from equivalence_tests.checker.reach.passed_masks import triangles_passed
+from equivalence_tests.checker.reach.passed_masks import asserted_axes, made_of_padding, triangles_passed
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import ask, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -39,19 +37,17 @@ T = TypeVar("T")
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; the output for those means nothing"
 NO_MASK = "read as a mask, it hides nothing, and no name says that it is one"
+IN_VAIN = "This line lets it through, and the output is the same, bit for bit, as without a mask."
 WIDENS = ", or gives the scores more axes"
 HIDES_NOTHING = f"{NEVER_READ}, so it hides nothing"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
-TOKENS = 5
-TOGETHER = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
 # What the words beside a mask say that 1 and True mean in it; a clause ends in Chinese punctuation too.
 SAYS = {
     meaning: re.compile(rf"\b(1|true|ones?)\b[^.,;\uff0c\uff1b\uff09\u30020-9]{{1,25}}?\b({words})", re.IGNORECASE)
     for meaning, words in (("look", "real|valid|ke?ep|attend|visible"), ("block", "pad|ignor|mask(ed|ing)|hid|block"))
 }
-HIDE_KEYS = ("keys", "lengths", "shared", "full")  # patterns of masks
 
 
 def of_all_masks(masked: Sequence[Situation], report: Report) -> list[Departure]:
@@ -212,8 +208,9 @@ class _Masks:
         own, handed = _said_of(source_of(function), self.parameter), _handed_as(self.parameter, file)
         words = _otherwise(form, own if any(own.values()) or not handed else _said_of(file, handed))
         words = words or _otherwise(form, triangles_passed(function, self.parameter))
+        words = words or _otherwise(form, made_of_padding(function, self.parameter))
         if words and (attempt := self._attempt(form)) is not None:
-            claim = f"Its own file says otherwise: {words}"
+            claim = f"Its own code says otherwise: {words}"
             return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
         if of_another := _otherwise(form, _said_of(file, r"\w*mask")):
             self.report.notes.append(f"{self.parameter} was read as {form}; its file says of a mask: {of_another}")
@@ -225,8 +222,11 @@ class _Masks:
         if any(one is not None and first is not None and identical(one, first) for one, first in whole):
             why = "all queries get its first row: right only if nobody passes a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
-        self.report.coverage += [*self._taken_in_vain(form), *self._not_for_each_sample(form)]
-        return []
+        in_vain = [*self._taken_in_vain(form)]
+        shapes = (f"{self.parameter} of {one.shape}" for one in in_vain)
+        self.report.coverage += [Exercise(what, False, "it was passed, and hides nothing") for what in shapes]
+        self.report.coverage += self._not_for_each_sample(form)
+        return [*self._asked_for_in_vain(in_vain)]
 
     def _not_for_each_sample(self, form: MaskForm) -> Iterator[Exercise]:
         """List that all samples have one mask, where a mask of each sample's own is not taken in any shape."""
@@ -242,14 +242,23 @@ class _Masks:
             wider = WIDENS * any(isinstance(error, CannotCheckError) for error in errors)
             yield Exercise(f"{self.parameter} for each sample", False, f"it raises in every shape{line}{wider}")
 
-    def _taken_in_vain(self, form: MaskForm) -> Iterator[Exercise]:
+    def _taken_in_vain(self, form: MaskForm) -> Iterator[MaskForm]:
         """List the other shapes in which the code takes a mask that means the same, and hides nothing."""
         plain = _output(self.situation.found.run, self.situation)
         kind = form.pattern, form.encoding, form.held
         for other in (one for one in mask_forms() if (one.pattern, one.encoding, one.held) == kind and one != form):
             output = self._output(other)
             if output is not None and torch.equal(output, plain):
-                yield Exercise(f"{self.parameter} of {other.shape}", False, "it was passed, and hides nothing")
+                yield other
+
+    def _asked_for_in_vain(self, forms: Iterable[MaskForm]) -> Iterator[Departure]:
+        """Name a shape that the code itself lets through by an assertion, and that hides nothing."""
+        module = self.situation.subject.module
+        for form in forms if module is not None else ():
+            if lines := asserted_axes(type(module), form.shape.count(",") + 1):
+                facts = {"argument": f" {self.parameter} of {form.shape}", "claim": IN_VAIN}
+                yield Departure("mask_never_used", "mask", None, facts, frames=lines)
+                return
 
     def _taking(self, run: Run) -> Operation:
         """The first operation that takes the mask."""
@@ -398,53 +407,3 @@ def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, 
     worst = max((departure.mistake.cost for departure in new), default=0)
     kind = 0 if form.encoding in ("look", "block") else 2 if form.encoding == "additive" else 1
     return (float(blocked), float(worst + len(new)), float(form.pattern != "full"), float(kind))
-
-
-class _Hiding(NamedTuple):
-    """An argument that hides keys: its name, what it is given, and who may look at whom then, (b, q, k) bool."""
-
-    name: str
-    given: Any
-    may: Tensor
-
-
-def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
-    """Give the masks that were understood, and a causal switch, two at a time: what one hides must stay hidden."""
-    first, plan = situations[0], situations[0].plan
-    trial = replace(first.trial, plan=replace(plan, roles=tuple(x for x in plan.roles if x[1] != "mask")))
-    if plan.positional or first.subject.adapter.call is not None:
-        return []
-    for pair in itertools.combinations(_hiding(situations, trial), 2):
-        lost = ask(partial(_lost, trial, *pair)).value  # the code may refuse the two together
-        if lost is not None:
-            facts = {"argument": lost.name, "other": pair[lost is pair[0]].name, "claim": TOGETHER}
-            extra = {one.name: one.given for one in pair}
-            unused = unused_fill(operations_of(partial(trial.output, trial.inputs(TOKENS, TOKENS), extra)))
-            return [Departure("mask_lost_beside_another", "mask", unused or first.first, facts)]
-    return []
-
-
-def _hiding(situations: Sequence[Situation], trial: Trial) -> Iterator[_Hiding]:
-    """List the arguments that hide keys, each with another pattern."""
-    sizes, causal = trial.sizes, torch.ones(TOKENS, TOKENS).tril().bool()
-    for place, one in enumerate(situations):
-        form = one.understood
-        if form is not None and form.pattern in HIDE_KEYS and not form.held:
-            may = draw_masks(form.pattern, sizes.batch, TOKENS, TOKENS, seed=3 + place)
-            yield _Hiding(one.plan.mask_parameter, form.build(may, sizes.num_heads, trial.dtype), may)
-    for name in trial.causal_switches if trial.plan.self_attention else ():
-        yield _Hiding(name, True, causal.expand(sizes.batch, -1, -1))
-
-
-def _lost(trial: Trial, *pair: _Hiding) -> _Hiding | None:
-    """Say which of two is lost beside the other; None where both are kept, or one does nothing alone."""
-    first, second = pair
-    if second.given is True and bool((first.may != first.may[:, :1]).any()):  # it may stand for a causal mask
-        return None
-    asked = (first.may & second.may).any(-1, keepdim=True)
-    asked = asked & ~torch.eye(TOKENS, dtype=torch.bool)  # a query's own token is always there
-    alone = ((one.may, probed(trial, TOKENS, {one.name: one.given})) for one in pair)
-    if any(not torch.equal(seen & asked, may & asked) for may, seen in alone):
-        return None
-    both = probed(trial, TOKENS, {one.name: one.given for one in pair}) & asked
-    return next((one for one in (second, first) if bool((both & ~one.may).any())), None)

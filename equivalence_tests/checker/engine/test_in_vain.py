@@ -157,3 +157,25 @@ def test_a_mask_that_is_taken_in_another_shape_hides_something(tested: type[nn.M
     report = verify(tested)
     assert report.verdict == "partial", str(report)
     assert ("mask of (batch, 1, query, key)" in {one.what for one in report.not_exercised}) == ignores
+
+
+class AllowsMasksOfFourAxes(TakesMasksOfThreeAxes):
+    """Says of a mask that it lets by that it may have four axes, and forgets it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None or mask.dim() in (3, 4)
+        return super().forward(x, mask)
+
+
+class AllowsMasksOfThreeAxes(TakesMasksOfThreeAxes):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None or mask.dim() == self.axes
+        return super().forward(x, mask)
+
+
+def test_a_mask_that_the_code_says_it_takes_and_forgets_is_a_mistake() -> None:
+    assert verify(AllowsMasksOfThreeAxes).findings == []
+    (finding,) = verify(AllowsMasksOfFourAxes).findings
+    assert finding.sentence.startswith("The mask mask of (batch, 1, query, key) is accepted but never used")
+    assert finding.line is not None
+    assert finding.line.text == "assert mask is None or mask.dim() in (3, 4)"

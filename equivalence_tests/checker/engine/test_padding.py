@@ -304,3 +304,46 @@ def test_a_triangle_that_a_caller_passes_says_what_the_mask_should_hide(
     report = verify(f"{tmp_path / 'passed.py'}:Attention")
     assert report.mistakes == names, str(report)
     assert not names or f"self.attend(x, mask) passes {passes}" in str(report.findings[0].evidence)
+
+
+BESIDE = """
+import torch
+from torch import nn
+from mine import Attention
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(12, 3)
+
+    def forward(self, x, lengths):
+        key_padding_mask = self.made(x, lengths)
+        return self.attention(x, x, x, key_padding_mask=key_padding_mask)
+
+    def made(self, x, lengths):
+        places = torch.arange(x.size(1))
+        return (places >= lengths[:, None]).to(x.device)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ("", "", ()),
+        ("places >=", "places <", ("mask_inverted",)),
+        ("return (places >= lengths[:, None])", "return (x[..., 0] != self.pad_id)", ("mask_inverted",)),
+        ("places >= lengths[:, None]", "lengths[:, None] > places", ("mask_inverted",)),
+    ],
+)
+def test_a_file_beside_that_makes_a_padding_mask_says_what_it_means(
+    old: str, new: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(broken("padded"))
+    (tmp_path / "model.py").write_text(BESIDE.replace(old, new))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert report.mistakes == names, str(report)
+    if names:
+        turned = BESIDE.replace(old, new).replace("=key_padding_mask", "=~key_padding_mask")
+        (tmp_path / "model.py").write_text(turned)
+        assert verify(f"{tmp_path / 'mine.py'}:Attention").mistakes == ()

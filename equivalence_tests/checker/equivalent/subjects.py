@@ -33,7 +33,8 @@ from equivalence_tests.checker.engine.coverage import built_alike, cover, cover_
 from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.kept import kept_masks, kept_of_other_sizes, written_arguments
-from equivalence_tests.checker.engine.mask_trials import NO_MASK, hidden_together, of_all_masks
+from equivalence_tests.checker.engine.mask_pairs import hidden_together
+from equivalence_tests.checker.engine.mask_trials import NO_MASK, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.probing import (
