@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.given_masks import further_axes
 from equivalence_tests.checker.engine.judging import attentions_of
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.same import VANISHED
+from equivalence_tests.checker.engine.same import LOOSE, VANISHED, near
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun, vocabularies
 from equivalence_tests.checker.reach.proposing import code_of, parsed
@@ -62,6 +62,7 @@ class Mask:
     side: str = ""  # "source" or "target", as its name has it; "" where that does not say
     of_others: bool = False  # whether all that it hides in the first attention is made of other tokens
     inverted: Sequence[Site] = ()  # attentions in which padding is all that is seen
+    of_queries: bool = False  # whether padding sees nothing, and is seen
     widens: bool = False  # whether the scores get more axes from it in some form
 
     @property
@@ -95,6 +96,8 @@ class Masks:
             yield "model_padding_inverted", "", inverted[0].path
         if inverted or not self.sites:
             return
+        if any(mask.of_queries for mask in self.masks):
+            yield "model_padding_on_queries", "", ""
         unused = [mask for mask in self.masks if mask.tried and not mask.used]
         yield from (("mask_never_used", mask.name, "") for mask in unused)
         yield from (("mask_hides_other_entries", mask.name, "") for mask in self.masks if mask.of_others)
@@ -183,20 +186,24 @@ class _Reader:
 
     def seen(self, given: Given, source: Tensor, target: Tensor | None) -> Seen:
         """Run it, watched: which query weighs which key, in each attention; nothing where NaN comes back."""
-        recorded = Call(self.run.run, (source, target, dict(given)), module=self.module).run()
         found: Seen = defaultdict(set)
+        for part, site in self._parts(given, source, target):
+            found[site] |= _weighed(part)
+        return found
+
+    def _parts(self, given: Given, source: Tensor, target: Tensor | None) -> Iterator[tuple[Part, Site]]:
+        recorded = Call(self.run.run, (source, target, dict(given)), module=self.module).run()
         if not bool(recorded.output.isfinite().all()):  # type: ignore[attr-defined]  # a tensor
-            return found
+            return
         attentions = attentions_of(recorded)
         if any(further_axes(attention) for attention in attentions):  # a mask whose batch is no axis of the scores
             self.widened = True
-            return found
+            return
         for part, path in ((part, one.first.place) for one in attentions for part in one.parts):
             made_of = (recorded.recorder.origins_of(slot.tensor) for slot in part.product.operands)
             query, key = (recorded.recorder.named(bits) for bits in made_of)
             reads = "target" if TARGET in key else "memory" if TARGET in query else "source"
-            found[Site(path, reads)] |= _weighed(part)
-        return found
+            yield part, Site(path, reads)
 
     def read(self, name: str) -> Mask:
         """Hand a mask over in every form that other lengths have too, or else in any, until one hides a token."""
@@ -316,6 +323,13 @@ class _Reader:
         inverted = [site for site in reached if site.reads != "target" and (0, 0) not in seen[site]]
         if reached:
             yield Mask(PADDING, used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
+        elif side == "source" and any(self._hides_queries(*one) for one in self._parts({}, padded, self.run.target)):
+            yield Mask(PADDING, side=side, of_queries=True)
+
+    def _hides_queries(self, part: Part, site: Site) -> bool:
+        """Whether a mask leaves some queries no key in an attention without order, and others see those tokens."""
+        blind, pairs = _blind(part), self.plain.get(site, set())
+        return site.reads == "source" and bool(blind) and all((0, query) in pairs for query in blind)
 
 
 def _weighed(part: Part) -> set[tuple[int, int]]:
@@ -326,6 +340,19 @@ def _weighed(part: Part) -> set[tuple[int, int]]:
         counts = known(names) & (source_of(names) == part.number) & (weights > VANISHED)
         places = place_of(names[counts])
         found |= set(zip(part.table.rank_query[places].tolist(), part.table.rank_key[places].tolist(), strict=True))
+    return found
+
+
+def _blind(part: Part) -> set[int]:
+    """The places of queries that weigh all keys alike, though their scores differ."""
+    raw, found = part.product.operation.outputs[0].value.double().reshape(-1), set[int]()
+    for context in part.contexts:
+        weights, places = context.contraction.rows(context.operands[0].value), place_of(context.weights)
+        if not bool(known(context.weights).all()):
+            continue
+        for row, where in zip(weights.flatten(0, -2), places.flatten(0, -2), strict=True):
+            if near(row, row[:1].expand_as(row)) and not near(raw[where], raw[where[:1]].expand_as(row), LOOSE):
+                found.add(int(part.table.rank_query[where[0]]))
     return found
 
 

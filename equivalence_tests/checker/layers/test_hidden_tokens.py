@@ -294,3 +294,22 @@ def test_a_mask_that_lies_with_its_samples_along_the_heads_is_of_none(name: str,
     assert said.startswith("partial"), said
     assert "mask for each sample it raises" in said
     assert "gives the scores more axes" in said
+
+
+ALONG_THE_KEYS = (
+    IDS.replace("x = self.norm1(x + self.attn(x))", "x = self.norm1(x + self.attn(x, mask))")
+    .replace(f"        if mask is not None:\n            {END}\n", "")
+    .replace("~mask[:, None, None]", "~mask")
+    .replace("        x = x * (ids != 0).unsqueeze(-1)\n", "        mask = (ids != 0)[:, None, None]\n")
+    .replace("self.layer(x)", "self.layer(x, mask.expand(-1, 1, ids.size(1), ids.size(1)))")
+)
+
+
+def test_padding_that_a_model_hides_along_the_queries_is_still_seen(tmp_path: Path) -> None:
+    assert report_on(ALONG_THE_KEYS, "Tagger", tmp_path).startswith("equal")
+    both = ALONG_THE_KEYS.replace("[:, None, None]\n", "[:, None, None]\n        mask = mask & mask.mT\n")
+    assert report_on(both, "Tagger", tmp_path).startswith("equal")
+    said = report_on(ALONG_THE_KEYS.replace("[:, None, None]\n", "[:, None, :, None]\n"), "Tagger", tmp_path)
+    assert said.startswith("deviates"), said
+    assert "The padding mask is applied to the queries instead of the keys" in said
+    assert "mask = (ids != 0)[:, None, :, None]" in said

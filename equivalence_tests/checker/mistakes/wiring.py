@@ -110,6 +110,13 @@ ROWS = (
         ran="call",
     ),
     _layer(
+        "model_padding_on_queries",
+        "The padding mask is applied to the queries instead of the keys: padding sees nothing, and words see padding.",
+        ("mask = (ids != pad)[:, None, :, None]", "mask = (ids != pad)[:, None, None, :]"),
+        "Lay the mask along the keys, the last axis of the scores.",
+        ran="ne, eq, gt, ge, lt",
+    ),
+    _layer(
         "layers_not_chained",
         "The layers of a stack do not feed into one another.",
         ("every layer gets the same input", "x = layer(x) for each layer"),
