@@ -10,13 +10,14 @@ from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, SINGLE, distance
+from equivalence_tests.checker.engine.same import EXACT, FLOAT32_INSIDE, SINGLE, distance
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import ROUNDING, Proof
 
 INPUTS = 20
+FLOAT32 = torch.finfo(torch.float32).eps
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
 
 
@@ -42,9 +43,11 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
 
 
 def _is_single(judgement: Judgement) -> bool:
-    """Whether a part is computed in float32."""
+    """Whether a part is computed in float32, or the root of the width was, which the scores are multiplied by."""
     operands = any(operand.single for own in judgement.operands for operand in own)
-    return operands or any(model.single for model in judgement.models)
+    widths = (part.product.left.size(-1) for part in judgement.attention.parts)
+    apart = (abs(model.factor * width**0.5 - 1) for model, width in zip(judgement.models, widths, strict=False))
+    return operands or any(model.single for model in judgement.models) or any(EXACT < x < FLOAT32 for x in apart)
 
 
 def _is_biased(judgement: Judgement, departures: list[Departure]) -> bool:

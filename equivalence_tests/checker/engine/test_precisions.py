@@ -26,3 +26,15 @@ def test_half_precision(change: tuple[str, str] | None, said: str, tmp_path: Pat
     found = [one for one in report.notes if "float16" in one]
     assert bool(found) == bool(said), report.notes
     assert "".join(found[:1]).startswith(said), found
+
+
+def test_a_scale_that_is_kept_in_float32_is_no_doubt_about_a_proof(tmp_path: Path) -> None:
+    kept = "self.scale = nn.Parameter(torch.FloatTensor([embed_dim // num_heads]) ** -0.5, requires_grad=False)"
+    changes = (
+        ("self.dropout =", f"{kept}\n        self.dropout ="),
+        (LINE, "q @ k.mT * self.scale"),
+        ("context.transpose(1, 2).flatten(2)", "context.reshape(query.shape)"),
+    )
+    (tmp_path / "mine.py").write_text(broken("cross", changes))
+    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    assert [one.name for one in report.findings] == ["heads_merged_without_transpose"], str(report)
