@@ -22,7 +22,7 @@ from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Exercise, Finding, some_of
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 NOT_TORCHS = "it is not part of torch's program"
@@ -132,12 +132,24 @@ def gradients_stopped(report: Report, runs: Iterable[Run], worst: Difference) ->
     """Name the lines that stop a gradient, where whole outputs agree and that of an argument does not."""
     if not worst.what.startswith(OF_ARGUMENTS) or not math.isfinite(worst.size):
         return
-    live = (run.operations[index] for run in runs for index in run.live())
-    stopping = (
-        one for one in live if one.name in STOPS_GRADIENTS and any(one.origins)
-    )  # what no argument is in has none
-    places = dict.fromkeys(one.frames for one in stopping if one.frames)
     evidence = f"The output is torch's; the {worst.what} differs by {worst.size:.2g} of the largest value."
+    _stopped_in(report, dict.fromkeys(place for run in runs for place in _stopping(run)), evidence)
+
+
+def all_gradients_stopped(report: Report, run: Run) -> None:
+    """Name the line that stops all gradients of what gives its tokens back; without one, the last line to run."""
+    last = [one.frames for one in run.operations if one.frames][-1:]
+    evidence = "The output is torch's; no gradient comes back, so that what gives the tokens is never trained."
+    _stopped_in(report, [*dict.fromkeys(_stopping(run))] or last, evidence)
+
+
+def _stopping(run: Run) -> Iterator[Frames]:
+    """Give the lines that stop gradients of arguments."""
+    live = (run.operations[index] for index in run.live())
+    yield from (one.frames for one in live if one.name in STOPS_GRADIENTS and any(one.origins) and one.frames)
+
+
+def _stopped_in(report: Report, places: Iterable[Frames], evidence: str) -> None:
     found = [found_mistake("gradient_stopped", stack=code_lines(frames), evidence=evidence) for frames in places]
     report.findings += found
     if found:

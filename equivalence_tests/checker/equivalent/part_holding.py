@@ -12,7 +12,14 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
+from equivalence_tests.checker.equivalent.comparing import (
+    Case,
+    Comparison,
+    Computes,
+    Difference,
+    compare,
+    kept_parameters,
+)
 from equivalence_tests.checker.equivalent.deciding import differs, unread
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.steps import UnreadError, not_called_again
@@ -92,22 +99,28 @@ def hold_part(
     *,
     output: Callable[[Any], Tensor] = first_output,
     tolerance: float = EXACT,
-) -> None:
-    """Compare a part with its equivalent, and let that decide: the report receives the equivalent and the verdict."""
+) -> Difference | None:
+    """Compare a part with its equivalent, and let that decide: the report receives the equivalent and the verdict.
+
+    Returns:
+        The greatest difference, where they differ.
+    """
     listed = [*cases]
     try:
         with kept_parameters(listed[0].call.module if listed else None):
             found = held(part, listed, output, tolerance)
     except UnreadError as why:
         unread(report, str(why))
-        return
+        return None
     for case, error in found.left_out:  # the user's code may take no other lengths, or no gradients
         if isinstance(error, UnreadError):
             unread(report, str(error))
-            return
+            return None
         if case.redrawn is not None:
             report.coverage.append(Exercise(case.words, False, f"{said(error)}{raised_at(error)}"))
     report.equivalent = found.of(part.equivalent)
     report.verdict = "partial" if report.not_exercised else report.verdict
-    if not found.agrees:
-        differs(report, found.worst)
+    if found.agrees:
+        return None
+    differs(report, found.worst)
+    return found.worst

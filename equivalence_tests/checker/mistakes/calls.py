@@ -53,7 +53,7 @@ CALLS = (
         "gradient_stopped",
         "The output is right, and its gradient is stopped on the way.",
         ("an operation that stops the gradient", "a gradient that reaches all that the output depends on"),
-        "Leave out what stops it: detach() or .data.",
+        "Leave out what stops it: detach(), .data or torch.no_grad().",
         (WEIGHED, "dropped.detach() @ v"),
     ),
     _dropout(

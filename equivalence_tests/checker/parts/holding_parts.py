@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE
-from equivalence_tests.checker.equivalent.comparing import Case
-from equivalence_tests.checker.equivalent.deciding import unread
+from equivalence_tests.checker.equivalent.comparing import NO_GRADIENTS, Case
+from equivalence_tests.checker.equivalent.deciding import all_gradients_stopped, unread
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of
 from equivalence_tests.checker.equivalent.steps import UnreadError
@@ -58,7 +58,9 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
     tolerance = rounded if judged.bound == FLOAT32_INSIDE else EXACT
     if placement.roles.count("size") > 1:
         report.coverage.append(Exercise("more rows than columns", False, "it was called with as many of both"))
-    hold_part(report, part, cases_of(placement, function), tolerance=tolerance)
+    worst = hold_part(report, part, cases_of(placement, function), tolerance=tolerance)
+    if worst is not None and worst.what == NO_GRADIENTS and not placement.rotated:
+        all_gradients_stopped(report, next(cases_of(placement, function)).call.run(read=False))
 
 
 def _writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[Writer, dict[str, str]]:

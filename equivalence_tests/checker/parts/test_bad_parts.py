@@ -1,6 +1,7 @@
 """What cannot be compared of a part is said, and parts are checked through every door."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,40 @@ def test_the_inputs_of_an_own_call_decide_too() -> None:
 @parametrize_with_checks([PaperFeedForward])
 def test_pytest_takes_a_part(check) -> None:  # type: ignore[no-untyped-def]
     check()
+
+
+class DetachedPositionalEncoding(nn.Module):
+    """The token vectors are detached with the table."""
+
+    pe: Tensor
+
+    def __init__(self, d_model: int, max_len: int = 64) -> None:
+        super().__init__()
+        steps = torch.exp(-torch.arange(0, d_model, 2) * math.log(10000.0) / d_model)
+        angles = torch.arange(max_len)[:, None] * steps
+        self.register_buffer("pe", torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :d_model])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.pe[: x.size(1)]).detach()
+
+
+class UnlearntPositionalEncoding(DetachedPositionalEncoding):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x + self.pe[: x.size(1)]
+
+
+class FixedPositionalEncoding(DetachedPositionalEncoding):
+    """Right: the table alone has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[: x.size(1)].detach()
+
+
+@pytest.mark.parametrize("kind", [DetachedPositionalEncoding, UnlearntPositionalEncoding])
+def test_positions_that_stop_the_gradients_of_their_tokens_are_a_mistake(kind: type[nn.Module]) -> None:
+    (finding,) = verify(kind).findings
+    assert finding.name == "gradient_stopped"
+    assert finding.line is not None
+    assert "x + self.pe[: x.size(1)]" in finding.line.text
+    assert verify(FixedPositionalEncoding).findings == []
