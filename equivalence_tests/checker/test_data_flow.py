@@ -11,25 +11,24 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.doors.command import _show
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.helpers_for_tests import line_of, program_of, proof_holds
 from equivalence_tests.checker.parts.kinds import guess_kind
 from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Mixes(nn.Module):
+class Mixes(OneMatrix):
     """Attention under a name that says nothing."""
 
     def __init__(self, width: int = 24, heads: int = 3, axis: int = -1) -> None:
-        super().__init__()
-        self.packed, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.heads, self.axis = heads, axis
+        super().__init__(width, heads)
+        self.axis = axis
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        weights = scores.softmax(self.axis)
-        return self.back((weights @ v).transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = self.scores(q, k).softmax(self.axis)
+        return weights @ v
 
 
 class OverQueries(Mixes):
@@ -109,8 +108,7 @@ def test_its_mistake_is_named_where_it_stands() -> None:
     report = verify(WrongEncoder)
     assert report.mistakes == ("softmax_over_queries",), str(report)
     assert report.findings[0].where == "steps.0.first"
-    assert report.findings[0].line is not None
-    assert "softmax" in report.findings[0].line.text
+    assert "softmax" in line_of(report.findings[0])
 
 
 def test_attention_in_the_forward_of_a_layer_is_found_and_only_the_users_lines_are_shown() -> None:
@@ -149,24 +147,21 @@ def test_what_stands_around_such_an_attention_is_followed() -> None:
     assert report.not_exercised == []
 
 
-class Window(nn.Module):
+class Window(OneMatrix):
     """Attention in a window of 4 by 4 tokens, with a learnt bias for each distance: it takes no other length."""
 
     distance: Tensor
 
     def __init__(self, width: int = 24, window: int = 4, heads: int = 3) -> None:
-        super().__init__()
-        self.packed, self.back, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        super().__init__(width, heads)
         self.table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
         at = torch.cartesian_prod(torch.arange(window), torch.arange(window))
         across, down = (at[:, None] - at + window - 1).unbind(-1)
         self.register_buffer("distance", across * (2 * window - 1) + down)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias = self.table[self.distance].permute(2, 0, 1)
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return self.back(context.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def test_a_window_of_fixed_length_is_read_at_that_length() -> None:
@@ -211,26 +206,23 @@ def test_switches_of_a_function_are_run() -> None:
     assert verify(attend_to_the_past_alone).mistakes == ("causal_switch_wrong",)
     inverted = verify(attend_to_the_future)
     assert inverted.mistakes == ("causal_switch_wrong",)
-    assert inverted.findings[0].line is not None
-    assert "tril(-1)" in inverted.findings[0].line.text
+    assert "tril(-1)" in line_of(inverted.findings[0])
     assert verify(attend_with_its_scale_twice).mistakes == ("scale_argument_wrong",)
 
 
 class RotatedInSinglePrecision(Mixes):
     """Its tables of angles are made in float32, whatever the tokens are."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rates = 10000.0 ** (-torch.arange(0, q.size(-1), 2).float() / q.size(-1))
-        angles = torch.outer(torch.arange(x.size(1)).float(), rates)
-        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        angles = torch.outer(torch.arange(q.size(2)).float(), rates)
+        cos, sin = angles.cos().to(q), angles.sin().to(q)
 
         def rotate(heads: Tensor) -> Tensor:
             one, two = heads.chunk(2, -1)
             return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
 
-        context = F.scaled_dot_product_attention(rotate(q), rotate(k), v)
-        return self.back(context.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(rotate(q), rotate(k), v)
 
 
 class SlidingWindowAttention(Mixes):
@@ -240,22 +232,20 @@ class SlidingWindowAttention(Mixes):
         super().__init__(width, heads)
         self.window = window
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
-        at = torch.arange(x.size(1), device=x.device)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.size(2), device=q.device)
         back = at[:, None] - at
-        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill((back < 0) | (back >= self.window), float("-inf"))
-        return self.back((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        scores = self.scores(q, k).masked_fill((back < 0) | (back >= self.window), float("-inf"))
+        return scores.softmax(-1) @ v
 
 
 class CappedAfterTheMask(Mixes):
     """A soft cap turns the -inf of hidden keys into a number: they come back."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
-        scores = q @ k.mT / q.size(-1) ** 0.5
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.scores(q, k)
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-        return self.back(((5 * torch.tanh(scores / 5)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return (5 * torch.tanh(scores / 5)).softmax(-1) @ v
 
 
 def test_tables_in_single_precision_are_rounding() -> None:
@@ -314,8 +304,7 @@ def test_a_norm_is_told_by_what_it_does() -> None:
     assert guess_kind(Stretched(5)) == ""
     report = verify(EvenedStep)
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
-    assert report.equivalent is not None
-    assert "self.second(self.two(x + output))" in report.equivalent.source
+    assert "self.second(self.two(x + output))" in program_of(report)
 
 
 class SharesQueriesAndKeys(nn.Module):
@@ -513,10 +502,8 @@ def test_a_mistake_in_a_call_that_only_its_model_can_make_is_proven(
     report = with_turns(kind)
     assert report.mistakes == (mistake,), str(report)
     (finding,) = report.findings
-    assert finding.proof is not None
-    assert finding.proof.holds
-    assert finding.line is not None
-    assert line in finding.line.text
+    assert proof_holds(finding)
+    assert line in line_of(finding)
 
 
 def test_a_norm_in_it_that_seems_not_to_normalise_is_checked_by_itself() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from equivalence_tests import verify
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
 class Grouped(nn.Module):
@@ -100,16 +101,11 @@ class NeverGroups(Grouped):
         return x
 
 
-class OffersGroups(nn.Module):
+class OffersGroups(OneMatrix):
     """Has an argument that no line reads, as code that was taken from a grouped one may."""
 
     def __init__(self, dim: int, heads: int, n_kv_heads: int | None = None) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.wo = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.wo(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        super().__init__(dim, heads)
 
 
 class OneKeyHead(Grouped):

@@ -8,21 +8,15 @@ from torch import Tensor, nn
 from equivalence_tests import Adapter, verify
 from equivalence_tests.checker.zoo.layers import ParallelLayer
 from equivalence_tests.checker.zoo.parts import LinearFeedForward
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Unscaled(nn.Module):
+class Unscaled(OneMatrix):
     """Leaves the scale out, as T5 does."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        q = self.qkv(x).chunk(3, -1)[0]
-        _, k, v = self.qkv(context).chunk(3, -1)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
-        out: Tensor = self.out((self.scores(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return out
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        (q, _, _), (_, k, v) = self.operands(x), self.operands(context)
+        return self.finish(self.scores(q, k).softmax(-1) @ v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT
@@ -62,8 +56,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.attn(x, x))
-        out: Tensor = self.norm2(x + self.down(self.up(x).relu()))
-        return out
+        return self.norm2(x + self.down(self.up(x).relu()))
 
 
 @pytest.mark.parametrize(

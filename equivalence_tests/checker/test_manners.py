@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.engine.checks import run_check
+from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.reporting.report import Report
 
 
@@ -219,8 +220,7 @@ def test_what_is_drawn_behind_a_kernel_is_no_dropout() -> None:
 def test_dropout_in_eval_is_seen_behind_a_kernel() -> None:
     (finding,) = verify(FusedAndAlwaysDropped).findings
     assert finding.name == "dropout_in_eval"
-    assert finding.line is not None
-    assert finding.line.text == "return F.dropout(super().forward(x), 0.1)"
+    assert line_of(finding) == "return F.dropout(super().forward(x), 0.1)"
 
 
 def test_the_output_of_a_kernel_is_compared_and_no_more_is_said_of_it() -> None:
@@ -272,8 +272,7 @@ def test_an_error_that_no_argument_changes_is_a_finding_and_told_alone() -> None
     assert (report.verdict, report.mistakes) == ("deviates", ("line_raises",))
     (finding,) = report.findings
     assert finding.have == "AttributeError: 'Misspelt' object has no attribute 'power'"
-    assert finding.line is not None
-    assert finding.line.text.startswith("return q.size(-1) ** self.power")
+    assert line_of(finding).startswith("return q.size(-1) ** self.power")
 
 
 class Nested(nn.Module):

@@ -11,33 +11,26 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.equivalent.biases import Bias
+from equivalence_tests.checker.helpers_for_tests import changed, line_of
+from equivalence_tests.checker.zoo.stages import SelfAttention
 
 
-class Distant(nn.Module):
+class Distant(SelfAttention):
     """Right: a straight line for each head (ALiBi)."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1)).to(x)
+        position = torch.arange(x.size(-2)).to(x)
         slopes = 2.0 ** -torch.arange(1, self.heads + 1).to(x)
         return -slopes[:, None, None] * (position[:, None] - position).abs()
 
     def scale(self, q: Tensor) -> float:
         return float(q.size(-1)) ** -0.5
 
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        return (q @ k.mT * self.scale(q) + self.bias(x)).softmax(-1)
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT * self.scale(q) + self.bias(q)).softmax(-1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out((self.weights(x) @ self.split(self.value(x))).transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.weights(q, k) @ v
 
 
 class Table(Distant):
@@ -48,7 +41,7 @@ class Table(Distant):
         self.relative_bias = nn.Embedding(9, heads)
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), device=x.device)
+        position = torch.arange(x.size(-2), device=x.device)
         distance = (position[:, None] - position).clamp(-4, 4) + 4
         future = position[:, None] < position
         return self.relative_bias(distance).permute(2, 0, 1).masked_fill(future, -math.inf)
@@ -57,10 +50,8 @@ class Table(Distant):
 class Fused(Distant):
     """Right: the fused kernel adds the bias."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(x))
-        return self.out(context.transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q))
 
 
 class Unscaled(Table):
@@ -69,35 +60,32 @@ class Unscaled(Table):
 
 
 class OverQueries(Distant):
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        return (q @ k.mT * self.scale(q) + self.bias(x)).softmax(-2)
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT * self.scale(q) + self.bias(q)).softmax(-2)
 
 
 class AfterTheSoftmax(Distant):
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        return (q @ k.mT * self.scale(q)).softmax(-1) + self.bias(x)
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT * self.scale(q)).softmax(-1) + self.bias(q)
 
 
 class AddsItsMask(Distant):
     """A causal mask of ones and zeros, added: no bias that anybody would want."""
 
     def bias(self, x: Tensor) -> Tensor:
-        return torch.ones(x.size(1), x.size(1), dtype=x.dtype).tril()
+        return torch.ones(x.size(-2), x.size(-2), dtype=x.dtype).tril()
 
 
 class Backwards(Table):
     """T5's distances with the wrong sign, so that all keys that are seen share one number."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), device=x.device)
+        position = torch.arange(x.size(-2), device=x.device)
         return self.relative_bias((position - position[:, None]).clamp(0, 8)).permute(2, 0, 1)
 
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        scores = q @ k.mT * self.scale(q) + self.bias(x)
-        future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT * self.scale(q) + self.bias(q)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
@@ -105,18 +93,16 @@ class WrongSide(Distant):
     """ALiBi that counts distances in the future, which is hidden."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1)).to(x)
+        position = torch.arange(x.size(-2)).to(x)
         slopes = 2.0 ** -torch.arange(1, self.heads + 1).to(x)
         return -slopes[:, None, None] * (position - position[:, None]).clamp(min=0)
 
     def future(self, x: Tensor) -> Tensor:
-        return x.new_ones(x.size(1), x.size(1)).triu(1).bool()
+        return x.new_ones(x.size(-2), x.size(-2)).triu(1).bool()
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
         scores = q @ k.mT * self.scale(q)
-        weights = self.hidden(scores, self.bias(x), self.future(x)).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+        return self.hidden(scores, self.bias(q), self.future(q)).softmax(-1)
 
     def hidden(self, scores: Tensor, bias: Tensor, future: Tensor) -> Tensor:
         return (scores + bias).masked_fill(future, -math.inf)
@@ -152,11 +138,12 @@ class KeptSlopesOfTheWrongSign(Distant):
         super().__init__(dim, heads)
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = self.split(self.query(query)), self.split(self.key(key)), self.split(self.value(value))
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
         distance = (torch.arange(q.size(2))[:, None] - torch.arange(k.size(2))).abs()
-        scores = q @ k.mT * self.scale(q) + self.slopes[:, None, None] * distance
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return (q @ k.mT * self.scale(q) + self.slopes[:, None, None] * distance).softmax(-1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return self.attended(query, key, value)
 
 
 class OverAGrid(Distant):
@@ -175,15 +162,11 @@ class OverAGrid(Distant):
         return self.table
 
 
-class OverAGridWithTheWrongSign(OverAGrid):
-    sign = 1.0
-
-
 class Near(Distant):
     """A mask of its own, which nothing but its author knows to be right."""
 
     def bias(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), device=x.device)
+        position = torch.arange(x.size(-2), device=x.device)
         far = (position[:, None] - position).abs() > 1
         return torch.zeros_like(far, dtype=x.dtype).masked_fill(far, -math.inf)
 
@@ -196,12 +179,11 @@ class MetByQueries(Distant):
         self.distances = nn.Embedding(21, dim // heads)
 
     def rows(self, x: Tensor) -> Tensor:
-        position = torch.arange(x.size(1), device=x.device)
+        position = torch.arange(x.size(-2), device=x.device)
         return self.distances((position[:, None] - position).clamp(-10, 10) + 10)
 
-    def weights(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.query(x)), self.split(self.key(x))
-        met = torch.einsum("bhid,ijd->bhij", q, self.rows(x))
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        met = torch.einsum("bhid,ijd->bhij", q, self.rows(q))
         return ((q @ k.mT + met) * self.scale(q)).softmax(-1)
 
 
@@ -220,10 +202,10 @@ class Skewed(Distant):
         return F.pad(scores, pad).reshape(*scores.shape[:-2], keys + 1, queries)[..., 1:, :].reshape(scores.shape)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
-        scores = (q @ k.mT + self.skewed(q @ self.rows(x.size(1)).mT)) * self.scale(q)
+        q, k, v = self.operands(x)
+        scores = (q @ k.mT + self.skewed(q @ self.rows(x.size(-2)).mT)) * self.scale(q)
         scores = scores if mask is None else scores.masked_fill(mask[:, None], -math.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.finish(scores.softmax(-1) @ v)
 
 
 class SkewedFromTheStart(Skewed):
@@ -252,7 +234,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
-        (OverAGridWithTheWrongSign, "bias_grows_with_distance"),
+        (changed(OverAGrid, sign=1.0), "bias_grows_with_distance"),
         (Unscaled, "scale_missing"),
         (OverQueries, "softmax_over_queries"),
         (AfterTheSoftmax, "changed_by_add"),
@@ -310,8 +292,7 @@ def test_rows_that_are_not_shifted_are_of_no_distance() -> None:
 
 def test_what_is_added_to_weights_has_its_line() -> None:
     (finding,) = verify(AfterTheSoftmax).findings
-    assert finding.line is not None
-    assert "+ self.bias(x)" in finding.line.text
+    assert "+ self.bias(q)" in line_of(finding)
 
 
 def test_a_mask_that_is_added_is_no_bias() -> None:
@@ -331,12 +312,11 @@ class OfTwoProducts(Distant):
     """Scores of two products side by side, of which more are biased than either has."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
-        more, of_more = self.split(self.key(y)), self.split(self.value(y))
+        (q, k, v), (_, more, of_more) = self.operands(x), self.operands(y)
         scores = torch.cat([q @ k.mT, q @ more.mT], -1) * self.scale(q)
         bias = torch.arange(scores.size(-1), dtype=x.dtype)
         first, second = (scores - bias).softmax(-1).split([k.size(2), more.size(2)], -1)
-        return self.out((first @ v + second @ of_more).transpose(1, 2).flatten(2))
+        return self.finish(first @ v + second @ of_more)
 
 
 def test_a_bias_of_two_products_side_by_side_is_followed_to_each() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import builtin
 import scratch
 from equivalence_tests import Adapter, first_divergence, parametrize_with_checks, randomize_parameters, verify
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.zoo.right import broken
 from scratch import attention
 
@@ -29,8 +30,7 @@ class TestCodeThatMisbehaves:
         ],
     )
     def test_what_cannot_be_imported_is_said(self, source: str, said: str, tmp_path: Path) -> None:
-        (tmp_path / "mine.py").write_text(source)
-        report = verify(f"{tmp_path}/mine.py:Mine")
+        report = verify(saved(tmp_path, source, "Mine"))
         assert report.exit_status == 2
         assert said in report.reason
 
@@ -221,6 +221,5 @@ def test_items_fail_with_the_report_and_skip_with_the_reason() -> None:
 
 
 def test_an_attention_that_is_checked_as_a_layer_is_compared_in_one_call_alone(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(broken("itself", ()))
-    report = verify(f"{tmp_path / 'mine.py'}:Attention", kind="layers")
+    report = verify(saved(tmp_path, broken("itself", ()), "Attention"), kind="layers")
     assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["other calls"]), str(report)

@@ -9,35 +9,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
-from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.helpers_for_tests import line_of, proof_holds
 from equivalence_tests.checker.zoo.conventions import ValuesFirst
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
-class Plain(nn.Module):
+class Plain(ThreeMatrices):
     """Right attention in small stages; each case below changes one."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+    def compared(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.scores(self.split(self.q(query)), self.split(self.k(key)))
 
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
-        q, k = self.split(self.q(query)), self.split(self.k(key))
-        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+        return self.compared(query, key).softmax(-1)
 
     def mixed(self, weights: Tensor, value: Tensor) -> Tensor:
-        return self.out((weights @ self.split(self.v(value))).transpose(1, 2).flatten(2))
+        return self.finish(weights @ self.split(self.v(value)))
 
 
 class SharedMask(Plain):
     """The mask is (query, key): every sample has the same."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
-        scores = query @ key.mT / query.size(-1) ** 0.5
+        scores = self.compared(q, k)
         if mask is not None:
             scores = scores.masked_fill(mask[None, None] == 0, -1e9)
         return self.mixed(scores.softmax(-1), v)
@@ -58,8 +52,7 @@ class OfItself(Plain):
         return scores
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.split(self.q(x)), self.split(self.k(x))
-        return self.mixed(self.hidden(q @ k.mT / q.size(-1) ** 0.5).softmax(-1), x)
+        return self.mixed(self.hidden(self.compared(x, x)).softmax(-1), x)
 
 
 class CausalOnRequest(OfItself):
@@ -127,8 +120,7 @@ class TwoMasks(Plain):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
-        scores = query @ key.mT / query.size(-1) ** 0.5
+        scores = self.compared(q, k)
         scores = scores if attn_mask is None else scores.masked_fill(attn_mask, -torch.inf)
         scores = scores if padding_mask is None else self.hidden(scores, padding_mask)
         return self.mixed(scores.softmax(-1), v)
@@ -147,8 +139,7 @@ class InfiniteWeights(Plain):
 
 class FillsWithANameForNothing(Plain):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
-        scores, nearly = query @ key.mT / query.size(-1) ** 0.5, 1e-12
+        scores, nearly = self.compared(q, k), 1e-12
         if mask is not None:
             scores = scores.masked_fill(mask == 0, -nearly)
         return self.mixed(scores.softmax(-1), v)
@@ -215,18 +206,15 @@ def test_what_no_catalogue_has_is_located_and_proven() -> None:
     report = verify(RotatedAttention)
     assert report.verdict == "deviates"
     for finding in report.findings:
-        assert finding.line is not None
-        assert "angle" in finding.line.text
-        assert finding.proof is not None
-        assert finding.proof.holds
+        assert "angle" in line_of(finding)
+        assert proof_holds(finding)
 
 
 class HidesWhatItIsTold(Plain):
     """A required mask, True = may not look, filled with -inf; maps and output come back in that order."""
 
     def hidden(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
-        return (query @ key.mT / query.size(-1) ** 0.5).masked_fill(mask[:, None], -torch.inf)
+        return self.compared(q, k).masked_fill(mask[:, None], -torch.inf)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.hidden(q, k, mask).softmax(-1).flatten(1, 2)
@@ -352,8 +340,7 @@ class MayLookElsewhere(OfItself):
     ) -> Tensor:
         if memory is not None:
             raise ValueError("this layer looks at itself only")
-        query, key = self.split(self.q(x)), self.split(self.k(x))
-        scores = query @ key.mT / query.size(-1) ** 0.5
+        scores = self.compared(x, x)
         return self.mixed((scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1), x)
 
 
@@ -477,9 +464,8 @@ class HidesZeros(Plain):
     """Tokens of zeros are padding."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
         empty = (k.abs().sum(-1) == 0)[:, None, None]
-        scores = (query @ key.mT / query.size(-1) ** 0.5).masked_fill(empty, -torch.inf)
+        scores = self.compared(q, k).masked_fill(empty, -torch.inf)
         return self.mixed(scores.softmax(-1), v)
 
 
@@ -500,8 +486,7 @@ class OneMatrixFourTimes(nn.Module):
         pairs = zip(self.linears, (q, k, v), strict=False)
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f, x in pairs)
         context = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
-        output: Tensor = self.linears[-1](context.transpose(1, 2).flatten(2))
-        return output
+        return self.linears[-1](context.transpose(1, 2).flatten(2))
 
 
 def test_a_list_of_one_module_shows_that_no_projection_is_meant_to_be_shared() -> None:

@@ -16,9 +16,8 @@ class CausalUnlessToldOtherwise(OfItself):
     """The mask lies in an object; without one, no token sees the future."""
 
     def forward(self, x: Tensor, attn_mask: Any = None) -> Tensor:
-        q, k = self.split(self.q(x)), self.split(self.k(x))
         blocked = x.new_ones(x.size(1), x.size(1)).triu(1) > 0 if attn_mask is None else attn_mask.mask
-        return self.mixed((q @ k.mT / q.size(-1) ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1), x)
+        return self.mixed(self.compared(x, x).masked_fill(blocked, -torch.inf).softmax(-1), x)
 
 
 def test_a_mask_may_be_held_by_an_object_and_take_the_place_of_the_causal_mask() -> None:
@@ -30,9 +29,8 @@ def test_a_mask_may_be_held_by_an_object_and_take_the_place_of_the_causal_mask()
 
 class CausalUnlessPadded(OfItself):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        q, k = self.split(self.q(x)), self.split(self.k(x))
         blocked = x.new_ones(x.size(1), x.size(1)).triu(1) > 0 if padding is None else padding[:, None, None, :]
-        return self.mixed((q @ k.mT / q.size(-1) ** 0.5).masked_fill(blocked, -torch.inf).softmax(-1), x)
+        return self.mixed(self.compared(x, x).masked_fill(blocked, -torch.inf).softmax(-1), x)
 
 
 def test_padding_that_takes_the_place_of_the_causal_mask_is_listed() -> None:
@@ -266,8 +264,7 @@ class TakesTenFromHiddenKeys(Plain):
     """Right for a mask of 0 and -inf, which nobody would hand to it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key = self.split(self.q(q)), self.split(self.k(k))
-        scores = query @ key.mT / query.size(-1) ** 0.5
+        scores = self.compared(q, k)
         if mask is not None:
             scores = scores - 10.0 * (1.0 - mask[:, None, None].to(scores.dtype))
         return self.mixed(scores.softmax(-1), v)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from equivalence_tests.checker.doors.discovery import candidates, names_one_thing
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 
@@ -172,8 +173,7 @@ def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path
     import scratch
 
     (tmp_path / "scratch.py").write_text("mine = 3")
-    (tmp_path / "model.py").write_text("from scratch import mine")
-    assert load(f"{tmp_path / 'model.py'}:mine") == 3
+    assert load(saved(tmp_path, "from scratch import mine", "mine")) == 3
     import scratch as again
 
     assert again is scratch
@@ -182,8 +182,7 @@ def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path
 def test_a_folder_without_init_that_is_called_like_ours_is_theirs(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "sizes.py").write_text("mine = 3")
-    (tmp_path / "model.py").write_text("from scratch.sizes import mine")
-    assert load(f"{tmp_path / 'model.py'}:mine") == 3
+    assert load(saved(tmp_path, "from scratch.sizes import mine", "mine")) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from equivalence_tests import verify
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.zoo.right import broken
 
 SCORES = "scores = q @ k.mT / math.sqrt(q.size(-1))\n"
@@ -37,8 +38,7 @@ def fused(mask: str, when: str = "self.flash") -> tuple[str, str]:
 
 
 def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
-    (tmp_path / "mine.py").write_text(broken("cross", changes))
-    return f"{tmp_path / 'mine.py'}:Attention"
+    return saved(tmp_path, broken("cross", changes), "Attention")
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,4 @@ class Layer(nn.Module):
 def test_a_layer_is_called_in_training_and_with_one_sample_too(
     change: tuple[str, str], name: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text(broken("itself") + LAYER.replace(*change))
-    assert verify(f"{tmp_path / 'mine.py'}:Layer").mistakes == (name,)
+    assert verify(saved(tmp_path, broken("itself") + LAYER.replace(*change), "Layer")).mistakes == (name,)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.test_styles import HEADS, WIDTH, Base, judged
+from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.verify import verify
 
 
@@ -54,10 +55,6 @@ class Parallel(Base):
 class ParallelClamped(Parallel):
     def bent(self, x: Tensor) -> Tensor:
         return super().bent(x).clamp(-0.2, 0.2)
-
-
-class ParallelScaled(Parallel):
-    factor = 1.3
 
 
 class ParallelScaledAsItSays(Parallel):
@@ -123,7 +120,7 @@ class InBlocksWithTurnedKeys(InBlocks):
         (HeadsInsideAndFlipped, ("heads_merged_in_another_order", "changed_by_flip")),
         (Parallel, ()),
         (ParallelClamped, ("changed_by_clamp",)),
-        (ParallelScaled, ("changed_by_mul",)),
+        (changed(Parallel, factor=1.3), ("changed_by_mul",)),
         (ParallelScaledAsItSays, ()),
         (PassesHalf, ()),
         (PassesHalfFlipped, ("changed_by_flip",)),

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
 class OverChannels(nn.Module):
@@ -27,8 +28,7 @@ class OverChannels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.operands(x)
-        out: Tensor = self.out(self.merged(self.weights(q, k) @ v))
-        return out
+        return self.out(self.merged(self.weights(q, k) @ v))
 
 
 class OfTransposed(OverChannels):
@@ -43,8 +43,7 @@ class OfTransposed(OverChannels):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.operands(x)
-        out: Tensor = self.out((self.weights(q, k) @ v.mT).mT.transpose(1, 2).flatten(2))
-        return out
+        return self.out((self.weights(q, k) @ v.mT).mT.transpose(1, 2).flatten(2))
 
 
 class OfMaps(nn.Module):
@@ -96,13 +95,11 @@ def test_features_that_attend_to_features_are_listed_in_a_call() -> None:
     assert report.reason.startswith("In line")
 
 
-class ConvolvesKeys(nn.Module):
+class ConvolvesKeys(ThreeMatrices):
     """Lets a depthwise convolution go over the keys and over the values, each an image again, behind their matrices."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        super().__init__(dim, num_heads)
         self.conv_k, self.conv_v = (nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False) for _ in range(2))
 
     def over(self, x: Tensor, conv: nn.Module, h: int, w: int) -> Tensor:
@@ -110,12 +107,12 @@ class ConvolvesKeys(nn.Module):
         return made.flatten(2).transpose(1, 2)
 
     def values(self, x: Tensor, h: int, w: int) -> Tensor:
-        return self.over(self.v_proj(x), self.conv_v, h, w)
+        return self.over(self.v(x), self.conv_v, h, w)
 
     def forward(self, x: Tensor, h: int, w: int) -> Tensor:
-        three = self.q_proj(x), self.over(self.k_proj(x), self.conv_k, h, w), self.values(x, h, w)
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in three)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        keys = self.over(self.k(x), self.conv_k, h, w)
+        q, k, v = map(self.split, (self.q(x), keys, self.values(x, h, w)))
+        return self.finish(F.scaled_dot_product_attention(q, k, v))
 
 
 class TakesColumnsForRows(ConvolvesKeys):
@@ -131,12 +128,12 @@ class MixesChannels(ConvolvesKeys):
 
 class ConvolvesValuesAsKeys(ConvolvesKeys):
     def values(self, x: Tensor, h: int, w: int) -> Tensor:
-        return self.over(self.v_proj(x), self.conv_k, h, w)
+        return self.over(self.v(x), self.conv_k, h, w)
 
 
 class AddsItsValues(ConvolvesKeys):
     def values(self, x: Tensor, h: int, w: int) -> Tensor:
-        return super().values(x, h, w) + self.v_proj(x).roll(1, 1)
+        return super().values(x, h, w) + self.v(x).roll(1, 1)
 
 
 def test_a_depthwise_convolution_may_go_over_keys_and_values() -> None:

@@ -11,43 +11,37 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.covered import Covered
+from equivalence_tests.checker.helpers_for_tests import changed, line_of, saved
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.right import broken
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 WIDTH, HEADS = 12, 3
 Cache = tuple[Tensor, Tensor]
 
 
-class Parts(nn.Module):
-    """What the classes below share: projections, heads, and the formula."""
+class Parts(ThreeMatrices):
+    """What the classes below share: a width, and a mask of what is hidden."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        super().__init__(WIDTH, HEADS)
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        scores = q @ k.mT / (WIDTH // HEADS) ** 0.5
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        scores = self.scores(q, k)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-    def project(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        y = x if y is None else y
-        return self.heads(self.q(x)), self.heads(self.k(y)), self.heads(self.v(y))
+        return self.finish(scores.softmax(-1) @ v)
 
 
 class Attention(Parts):
     """Right, and with nothing to exercise."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attend(*self.project(x))
+        return self.attended(x, x, x)
 
 
 class IgnoresArguments(Attention):
@@ -65,32 +59,29 @@ def above(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys).triu(1 + keys - queries).bool()
 
 
-def joined(past: Cache | None, new: Cache) -> Cache:
-    return new if past is None else (torch.cat([past[0], new[0]], dim=2), torch.cat([past[1], new[1]], dim=2))
-
-
 class Cached(Parts):
     """Hides the future itself, and takes the offset of the cache into account."""
 
+    def joined(self, past: Cache | None, new: Cache) -> Cache:
+        return new if past is None else (torch.cat([past[0], new[0]], dim=2), torch.cat([past[1], new[1]], dim=2))
+
+    def hidden(self, queries: int, keys: int) -> Tensor | None:
+        return above(queries, keys)
+
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        k, v = joined(past_key_value, (k, v))
-        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+        q, k, v = self.operands(x)
+        k, v = self.joined(past_key_value, (k, v))
+        return self.masked(q, k, v, self.hidden(q.size(2), k.size(2))), (k, v)
 
 
 class CachedWithoutOffset(Cached):
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        k, v = joined(past_key_value, (k, v))
-        return self.attend(q, k, v, torch.ones(q.size(2), k.size(2)).triu(1).bool()), (k, v)
+    def hidden(self, queries: int, keys: int) -> Tensor:
+        return torch.ones(queries, keys).triu(1).bool()
 
 
 class CachedTheWrongWayRound(Cached):
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = torch.cat([k, past_key_value[0]], dim=2), torch.cat([past_key_value[1], v], dim=2)
-        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+    def joined(self, past: Cache | None, new: Cache) -> Cache:
+        return new if past is None else (torch.cat([new[0], past[0]], dim=2), torch.cat([past[1], new[1]], dim=2))
 
 
 class CachedInOnePosition(Cached):
@@ -103,20 +94,20 @@ class CachedInOnePosition(Cached):
         return tuple(torch.view_as_real(x * turn).flatten(-2) for x in pairs)
 
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
+        q, k, v = self.operands(x)
         q, k = self.turned(q, k)
-        k, v = joined(past_key_value, (k, v))
-        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+        k, v = self.joined(past_key_value, (k, v))
+        return self.masked(q, k, v, self.hidden(q.size(2), k.size(2))), (k, v)
 
 
 class ChunkSeesItsFuture(Cached):
     """Right for what is decoded token by token: it hides the future of the first step alone."""
 
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        k, v = joined(past_key_value, (k, v))
+        q, k, v = self.operands(x)
+        k, v = self.joined(past_key_value, (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.hides(q, past_key_value))
-        return self.o(y.transpose(1, 2).flatten(2)), (k, v)
+        return self.finish(y), (k, v)
 
     def hides(self, q: Tensor, past: Cache | None) -> bool:
         return past is None
@@ -132,30 +123,22 @@ class ChunkSeesTheFirst(ChunkSeesItsFuture):
 class ChunkMasksTheFirst(Cached):
     """Wrong: makes a mask for several tokens behind others, of as many keys, and takes its first rows."""
 
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        k, v = joined(past_key_value, (k, v))
-        hidden = x.new_ones(WIDTH, WIDTH).triu(1)[: q.size(2), : k.size(2)].bool()
-        return self.attend(q, k, v, hidden if q.size(2) > 1 else None), (k, v)
+    def hidden(self, queries: int, keys: int) -> Tensor | None:
+        hidden = torch.ones(WIDTH, WIDTH).triu(1)[:queries, :keys].bool()
+        return hidden if queries > 1 else None
 
 
 class ChunkSeesOtherKeys(Cached):
     """Wrong: makes a mask for several tokens behind others, and its halves stand the wrong way round."""
 
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        k, v = joined(past_key_value, (k, v))
-        kept = torch.zeros(q.size(2), k.size(2) - q.size(2)).bool()
-        hidden = torch.cat([above(q.size(2), q.size(2)), kept], 1)
-        return self.attend(q, k, v, hidden), (k, v)
+    def hidden(self, queries: int, keys: int) -> Tensor:
+        kept = torch.zeros(queries, keys - queries).bool()
+        return torch.cat([above(queries, queries), kept], 1)
 
 
 class CacheCrashes(Cached):
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new], dim=1) for past, new in zip(past_key_value, (k, v), strict=True))
-        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+    def joined(self, past: Cache | None, new: Cache) -> Cache:
+        return new if past is None else (torch.cat([past[0], new[0]], dim=1), torch.cat([past[1], new[1]], dim=1))
 
 
 class CacheTakesOneToken(Cached):
@@ -170,11 +153,11 @@ class CacheTakesOneToken(Cached):
 class CacheKeepsTheLastToken(Cached):
     """Keeps one new token a step, whatever it is given."""
 
-    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
-        q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new[:, :, -1:]], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
-        return self.attend(q, k, v, None if q.size(2) == 1 else above(q.size(2), q.size(2))), (k, v)
+    def joined(self, past: Cache | None, new: Cache) -> Cache:
+        return super().joined(past, new if past is None else (new[0][:, :, -1:], new[1][:, :, -1:]))
+
+    def hidden(self, queries: int, keys: int) -> Tensor | None:
+        return None if queries == 1 else above(queries, queries)
 
 
 class CacheWithALimit(Cached):
@@ -194,9 +177,8 @@ class BentAndCached(Cached):
 class BentAndCachedWithoutOffset(BentAndCached):
     """The same with a cache whose queries see only the first keys."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        places = torch.arange(k.size(2))
-        return super().attend(q, k, v, places > torch.arange(q.size(2))[:, None])
+    def hidden(self, queries: int, keys: int) -> Tensor:
+        return torch.arange(keys) > torch.arange(queries)[:, None]
 
 
 class KeptAtAPosition(Parts):
@@ -211,10 +193,10 @@ class KeptAtAPosition(Parts):
             self.register_buffer(name, torch.zeros(2, HEADS, 32, WIDTH // HEADS, dtype=torch.float64))
 
     def forward(self, x: Tensor, start_pos: int = 0) -> Tensor:
-        q, k, v = self.project(x)
+        q, k, v = self.operands(x)
         end = start_pos + x.size(1)
         self.write(k, v, start_pos, end)
-        return self.attend(q, self.cache_k[:, :, :end], self.cache_v[:, :, :end], above(x.size(1), end))
+        return self.masked(q, self.cache_k[:, :, :end], self.cache_v[:, :, :end], above(x.size(1), end))
 
     def write(self, k: Tensor, v: Tensor, start: int, end: int) -> None:
         self.cache_k[:, :, start:end], self.cache_v[:, :, start:end] = k, v
@@ -229,40 +211,40 @@ class Object(Parts):
     """Writes into a dict that it is given."""
 
     def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
-        q, k, v = self.project(x)
+        q, k, v = self.operands(x)
         if cache is not None:
             k = cache["k"] = torch.cat([cache["k"], k], dim=2) if "k" in cache else k
             v = cache["v"] = torch.cat([cache["v"], v], dim=2) if "v" in cache else v
-        return self.attend(q, k, v, above(q.size(2), k.size(2)))
+        return self.masked(q, k, v, above(q.size(2), k.size(2)))
 
 
 class Switched(Parts):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        return self.attend(*self.project(x), above(x.size(1), x.size(1)) if causal else None)
+        return self.masked(*self.operands(x), above(x.size(1), x.size(1)) if causal else None)
 
 
 class Inverted(Parts):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        return self.attend(*self.project(x), above(x.size(1), x.size(1)).mT if causal else None)
+        return self.masked(*self.operands(x), above(x.size(1), x.size(1)).mT if causal else None)
 
 
 class HidesItself(Parts):
     def forward(self, x: Tensor, causal_mask: bool = False) -> Tensor:
-        return self.attend(*self.project(x), torch.ones(x.size(1), x.size(1)).triu().bool() if causal_mask else None)
+        return self.masked(*self.operands(x), torch.ones(x.size(1), x.size(1)).triu().bool() if causal_mask else None)
 
 
 class Repeated(Parts):
     """A number whose name says nothing about lengths."""
 
     def forward(self, x: Tensor, times: int = 2) -> Tensor:
-        return self.attend(*self.project(x)) * (times / 2)
+        return self.masked(*self.operands(x)) * (times / 2)
 
 
 class CountsBytes(Parts):
     """A large number that is no length."""
 
     def forward(self, x: Tensor, sram_size: int = 65536) -> Tensor:
-        return self.attend(*self.project(x)) * (sram_size / 65536)
+        return self.masked(*self.operands(x)) * (sram_size / 65536)
 
 
 class ChunksOfTen(Parts):
@@ -272,12 +254,12 @@ class ChunksOfTen(Parts):
         return self.chunked(x)
 
     def chunked(self, x: Tensor, size: int = 10) -> Tensor:
-        return torch.cat([self.attend(*self.project(chunk)) for chunk in x.split(size, dim=1)], dim=1)
+        return torch.cat([self.masked(*self.operands(chunk)) for chunk in x.split(size, dim=1)], dim=1)
 
 
 class SwitchCrashes(Parts):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        return self.attend(*self.project(x), torch.ones(WIDTH, WIDTH).triu(1).bool() if causal else None)
+        return self.masked(*self.operands(x), torch.ones(WIDTH, WIDTH).triu(1).bool() if causal else None)
 
 
 class CausalCache(Parts):
@@ -286,11 +268,11 @@ class CausalCache(Parts):
     def forward(
         self, x: Tensor, is_causal: bool = False, past: Cache | None = None, use_cache: bool = False
     ) -> tuple[Tensor, Cache | None]:
-        q, k, v = self.project(x)
+        q, k, v = self.operands(x)
         if past is not None:
             k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
         hidden = above(q.size(2), k.size(2)) if is_causal else None
-        return self.attend(q, k, v, hidden), (k, v) if use_cache else None
+        return self.masked(q, k, v, hidden), (k, v) if use_cache else None
 
 
 class Windowed(Parts):
@@ -302,30 +284,30 @@ class Windowed(Parts):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
-        return self.attend(*self.project(x), (places[:, None] - places).abs() >= self.window)
+        return self.masked(*self.operands(x), (places[:, None] - places).abs() >= self.window)
 
 
 class WindowWithoutEffect(Windowed):
     def forward(self, x: Tensor) -> Tensor:
-        return self.attend(*self.project(x), above(x.size(1), x.size(1)))
+        return self.masked(*self.operands(x), above(x.size(1), x.size(1)))
 
 
 class WindowTooWide(Windowed):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
-        return self.attend(*self.project(x), (places[:, None] - places).abs() >= 99 * self.window)
+        return self.masked(*self.operands(x), (places[:, None] - places).abs() >= 99 * self.window)
 
 
 class WindowTurnedRound(Windowed):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
-        return self.attend(*self.project(x), (places[:, None] - places).abs() < self.window)
+        return self.masked(*self.operands(x), (places[:, None] - places).abs() < self.window)
 
 
 class WindowHidesAll(Windowed):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
-        return self.attend(*self.project(x), (places[:, None] - places).abs() >= -self.window)
+        return self.masked(*self.operands(x), (places[:, None] - places).abs() >= -self.window)
 
 
 class WindowsCutByTheCaller(Parts):
@@ -336,7 +318,7 @@ class WindowsCutByTheCaller(Parts):
         self.window = 4
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attend(*self.project(x))
+        return self.masked(*self.operands(x))
 
 
 class BlocksCrash(Parts):
@@ -346,19 +328,19 @@ class BlocksCrash(Parts):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.zeros(self.block_size, self.block_size, dtype=torch.bool)
-        return self.attend(*self.project(x), hidden[: x.size(1), : x.size(1)])
+        return self.masked(*self.operands(x), hidden[: x.size(1), : x.size(1)])
 
 
 class Unknown(Parts):
     def forward(self, x: Tensor, gates: Tensor | None = None) -> Tensor:
-        return self.attend(*self.project(x if gates is None else x * gates))
+        return self.masked(*self.operands(x if gates is None else x * gates))
 
 
 class Refuses(Parts):
     def forward(self, x: Tensor, use_flash: bool = False) -> Tensor:
         if use_flash:
             raise RuntimeError("needs a GPU")
-        return self.attend(*self.project(x))
+        return self.masked(*self.operands(x))
 
 
 class SetCausal(Parts):
@@ -372,7 +354,7 @@ class SetCausal(Parts):
         return torch.ones(length, length).triu(1).bool()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attend(*self.project(x), self.hidden(x.size(1)))
+        return self.masked(*self.operands(x), self.hidden(x.size(1)))
 
 
 class SetInWindows(SetCausal):
@@ -385,7 +367,7 @@ class SetInWindows(SetCausal):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.size(1))
         hidden = above(x.size(1), x.size(1)) | (places[:, None] - places >= self.window_size)
-        return self.attend(*self.project(x), hidden if self.causal else None)
+        return self.masked(*self.operands(x), hidden if self.causal else None)
 
 
 class SetTheWrongWayRound(SetCausal):
@@ -396,7 +378,7 @@ class SetTheWrongWayRound(SetCausal):
 class Packed(Attention):
     def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         apart = None if segment_ids is None else self.apart(segment_ids)
-        return self.attend(*self.project(x), apart)
+        return self.masked(*self.operands(x), apart)
 
     def apart(self, ids: Tensor) -> Tensor:
         return (ids[:, :, None] != ids[:, None])[:, None]
@@ -436,7 +418,7 @@ class Placed(Attention):
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         places = torch.arange(x.size(1)) if position_ids is None else self.counted(position_ids)
-        return self.attend(*self.project(x + places[..., None].sin()))
+        return self.masked(*self.operands(x + places[..., None].sin()))
 
     def counted(self, ids: Tensor) -> Tensor:
         return ids
@@ -458,8 +440,8 @@ class Turned(Parts):
     def forward(self, x: Tensor, seq_len_offset: int = 0, token_positions: Tensor | None = None) -> Tensor:
         places = torch.arange(x.size(1)) if token_positions is None else token_positions
         angle = self.counted(places, seq_len_offset)[..., None].to(x.dtype) * torch.tensor([1.0, 0.3, 1.0, 0.3]).to(x)
-        q, k, v = self.project(x)
-        return self.attend(self.turned(q, angle), self.turned(k, angle), v)
+        q, k, v = self.operands(x)
+        return self.masked(self.turned(q, angle), self.turned(k, angle), v)
 
     def counted(self, places: Tensor, offset: int) -> Tensor:
         return places + offset
@@ -570,8 +552,7 @@ SCORES = "scores = q @ k.mT"
     ],
 )
 def test_what_begins_beyond_a_number_is_listed(change: tuple[str, str], what: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(broken("cross", (change,)))
-    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    report = verify(saved(tmp_path, broken("cross", (change,)), "Attention"))
     assert report.verdict == "partial", str(report)
     assert [one.what for one in report.not_exercised if one.what.startswith(what)], report.not_exercised
 
@@ -597,19 +578,18 @@ def test_what_is_done_in_chunks_of_a_number_is_listed() -> None:
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        (CacheCrashes, "scores ="),
-        (CachedWithoutOffset, "return self.attend(q, k, v, torch.ones"),
-        (CachedTheWrongWayRound, "k, v = torch.cat([k, past_key_value[0]]"),
+        (CacheCrashes, "return q @ k.mT"),
+        (CachedWithoutOffset, "return torch.ones(queries, keys)"),
+        (CachedTheWrongWayRound, "return new if past is None else (torch.cat([new[0]"),
         (CachedInOnePosition, "q, k = self.turned(q, k)"),
         (KeptAtPositionZero, "self.cache_k[:, :, : end - start]"),
-        (ChunkSeesOtherKeys, "hidden = torch.cat([above("),
-        (ChunkMasksTheFirst, "hidden = x.new_ones("),
+        (ChunkSeesOtherKeys, "return torch.cat([above("),
+        (ChunkMasksTheFirst, "hidden = torch.ones("),
     ],
 )
 def test_what_is_wrong_in_a_later_step_has_its_line(made: type[nn.Module], line: str) -> None:
     (finding,) = covered(made()).findings
-    assert finding.line is not None
-    assert finding.line.text.startswith(line)
+    assert line_of(finding).startswith(line)
 
 
 def test_a_setting_that_is_called_causal_is_true_of_each_call() -> None:
@@ -649,11 +629,7 @@ class CausalByChoice(Parts):
         hidden = torch.zeros_like(ones).bool() if mask is None else ~mask
         if self.causal:
             hidden = hidden | ones.triu(self.first_hidden).bool()
-        return self.attend(*self.project(x), hidden)
-
-
-class HidesItselfByChoice(CausalByChoice):
-    first_hidden = 0
+        return self.masked(*self.operands(x), hidden)
 
 
 class RefusesToBeCausal(CausalByChoice):
@@ -674,9 +650,8 @@ class Inverts(Parts):
     """A switch of the call lets queries compete for keys, or returns what was seen on the way."""
 
     def forward(self, x: Tensor, inverted: bool = False, return_weights: bool = False) -> Tensor:
-        q, k, v = self.project(x)
-        weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(self.axis(inverted, return_weights))
-        return self.o((weights @ v).transpose(1, 2).flatten(2))
+        q, k, v = self.operands(x)
+        return self.finish(self.scores(q, k).softmax(self.axis(inverted, return_weights)) @ v)
 
     def axis(self, inverted: bool, returned: bool) -> int:
         return -2 if inverted else -1
@@ -689,9 +664,8 @@ class InvertsToShowIt(Inverts):
 
 class InvertsAndMergesWrongly(Parts):
     def forward(self, x: Tensor, inverted: bool = False) -> Tensor:
-        q, k, v = self.project(x)
-        context = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v
-        return self.o((context if inverted else context.transpose(1, 2)).reshape(x.shape))
+        context = self.attend(*self.operands(x))
+        return self.out((context if inverted else context.transpose(1, 2)).reshape(x.shape))
 
 
 def test_what_a_switch_of_the_call_asks_for_is_no_mistake_but_a_shape_that_nobody_asks_for_is() -> None:
@@ -704,7 +678,7 @@ def test_what_a_switch_of_the_call_asks_for_is_no_mistake_but_a_shape_that_nobod
 def test_a_causal_switch_of_the_constructor_is_built_both_ways() -> None:
     assert verify(CausalByChoice).verdict == "equal"
     assert verify(LeavesTheMaskToTheCaller).verdict == "equal"
-    assert verify(HidesItselfByChoice).mistakes == ("causal_switch_wrong",)
+    assert verify(changed(CausalByChoice, first_hidden=0)).mistakes == ("causal_switch_wrong",)
     refused = verify(RefusesToBeCausal)
     assert (refused.verdict, [one.what for one in refused.not_exercised]) == ("partial", ["causal=True"])
 
@@ -719,7 +693,7 @@ class WithOptions(Parts):
         self.order, self.scaled, self.table = order, scaled, nn.Linear(HEADS, HEADS) if table else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x)
+        q, k, v = self.operands(x)
         scores = q @ k.mT / ((WIDTH // HEADS) ** 0.5 if self.scaled else 1)
         if self.used:
             scores = self.table(scores.movedim(1, -1)).movedim(-1, 1)
@@ -728,23 +702,14 @@ class WithOptions(Parts):
             y = y.transpose(1, 2)
         elif self.order in ("tokens first", "raw"):
             y = y.transpose(self.merged, 2)
-        out: Tensor = self.o(y.reshape(x.shape))
-        return out
-
-
-class WithABrokenOrder(WithOptions):
-    merged = 2
-
-
-class WithAnIdleTable(WithOptions):
-    used = False
+        return self.out(y.reshape(x.shape))
 
 
 def test_each_option_of_the_constructor_is_built() -> None:
-    report = verify(WithAnIdleTable)
+    report = verify(changed(WithOptions, used=False))
     assert [one.what for one in report.not_exercised] == ["table=True"]
     assert [one.what for one in report.coverage if one.exercised] == ["order=tokens first", "order=raw", "scaled=False"]
-    (wrong,) = verify(WithABrokenOrder).findings
+    (wrong,) = verify(changed(WithOptions, merged=2)).findings
     assert (wrong.name, wrong.evidence) == ("heads_merged_without_transpose", "built with order=tokens first")
 
 
@@ -767,8 +732,7 @@ class Inside(nn.Module):
         return self.finished(x, torch.cat(blocks, 1))
 
     def finished(self, x: Tensor, context: Tensor) -> Tensor:
-        out: Tensor = self.out(context)
-        return out
+        return self.out(context)
 
 
 class DulledInside(Inside):
@@ -804,8 +768,7 @@ class ScaledByTheWidthOutside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.q(x) @ self.k(x).mT / x.size(-1) ** 0.5
-        found: Tensor = scores.softmax(-1) @ self.v(x)
-        return found
+        return scores.softmax(-1) @ self.v(x)
 
 
 def test_a_width_of_queries_and_keys_is_told_from_that_of_the_tokens() -> None:
@@ -840,8 +803,7 @@ class Masked(nn.Module):
         hidden = x.new_ones(length, length).triu(1).bool()
         if self.mask == "holes":
             hidden[4:, 2] = True
-        out: Tensor = self.encoder(self.proj(x) + self.places(torch.arange(length, device=x.device)), mask=hidden)
-        return out
+        return self.encoder(self.proj(x) + self.places(torch.arange(length, device=x.device)), mask=hidden)
 
 
 def test_a_model_is_run_with_each_string_that_its_constructor_takes() -> None:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.subjects import diagnose_subject
+from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.reach.state import prepare, preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.zoo.stages import Operands, ThreeMatrices
 
 
 def diagnosed(target: Any) -> Report:
@@ -29,39 +31,21 @@ def diagnosed(target: Any) -> Report:
     raise AssertionError("it cannot be called")
 
 
-class Plain(nn.Module):
+class Plain(ThreeMatrices):
     """The stages that the classes below replace."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        super().__init__(embed_dim, num_heads)
+        self.head_dim = embed_dim // num_heads
 
     def position(self, x: Tensor) -> Tensor:
         return x
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT / math.sqrt(self.head_dim)
-
-    def weigh(self, scores: Tensor) -> Tensor:
-        return scores.softmax(-1)
-
-    def merge(self, context: Tensor) -> Tensor:
-        return context.transpose(1, 2).flatten(2)
-
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = self.position(q), self.position(k)
-        return self.weigh(self.scores(q, k)) @ v
+        return super().attend(self.position(q), self.position(k), v)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (self.split(x) for x in self.project(query, key, value))
-        return self.out_proj(self.merge(self.attend(q, k, v)))
+        return self.attended(query, key, value)
 
 
 class Oneself(Plain):
@@ -90,7 +74,7 @@ class ByHand(Plain):
 
 class HeadByHead(Plain):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [super(HeadByHead, self).attend(*(x[:, i] for x in (q, k, v))) for i in range(self.num_heads)]
+        heads = [super(HeadByHead, self).attend(*(x[:, i] for x in (q, k, v))) for i in range(self.heads)]
         return torch.stack(heads, 1)
 
 
@@ -202,10 +186,6 @@ class Overwrites(Plain):
         return scores
 
 
-class OverwritesOverQueries(Overwrites):
-    axis = -2
-
-
 RIGHT = (
     Plain,
     Overwrites,
@@ -234,21 +214,13 @@ def test_what_is_right_is_equal(target: type[nn.Module]) -> None:
 
 
 class SwappedInputs(Plain):
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(key), self.k_proj(query), self.v_proj(value)
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Operands:
+        return self.split(self.q(key)), self.split(self.k(query)), self.split(self.v(value))
 
 
 class SwappedWeights(Oneself):
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.k_proj(query), self.q_proj(key), self.v_proj(value)
-
-
-class NeverRescaled(Tiled):
-    rescaled = False
-
-
-class NoRotation(Rotating):
-    sign = 1.0
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Operands:
+        return self.split(self.k(query)), self.split(self.q(key)), self.split(self.v(value))
 
 
 class RotatesQueriesOnly(Rotating):
@@ -287,8 +259,8 @@ class NormsQueriesOnly(Oneself):
         super().__init__(embed_dim, num_heads)
         self.norm = nn.LayerNorm(embed_dim)
 
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return super().project(self.norm(query), key, value)
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Operands:
+        return super().projected(self.norm(query), key, value)
 
 
 class ForgetsLastKey(Plain):
@@ -302,13 +274,13 @@ class CrashesOnOtherLengths(Plain):
 
 
 WRONG = (
-    (SwappedInputs, "query_key_swapped", "self.q_proj(key)"),
-    (SwappedWeights, "query_key_swapped", "self.k_proj(query)"),
-    (NeverRescaled, "", ""),
-    (NoRotation, "", ""),
+    (SwappedInputs, "query_key_swapped", "self.q(key)"),
+    (SwappedWeights, "query_key_swapped", "self.k(query)"),
+    (changed(Tiled, rescaled=False), "", ""),
+    (changed(Rotating, sign=1.0), "", ""),
     (RotatesQueriesOnly, "rotary_queries", ""),
     (HoldsScores, "changed_by_clamp", "scores.clamp(-5, 5)"),
-    (OverwritesOverQueries, "softmax_over_queries", "torch.softmax(scores, self.axis, out=scores)"),
+    (changed(Overwrites, axis=-2), "softmax_over_queries", "torch.softmax(scores, self.axis, out=scores)"),
     (RollsKeys, "", "v.roll(1, 2)"),
     (TakesSizes, "query_changed_by_abs", "q.abs()"),
     (SquaresContext, "changed_by_relu", "context.relu()"),

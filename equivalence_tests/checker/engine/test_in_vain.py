@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.test_styles import HEADS, Base, judged
+from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 LENGTH = 5
 
@@ -97,17 +99,16 @@ def test_norms_that_do_nothing_are_told_together_and_by_name() -> None:
     assert finding.sentence.endswith(": first, second.")
 
 
-class TakesItsBiasThroughNumpy(nn.Module):
+class TakesItsBiasThroughNumpy(OneMatrix):
     """What numpy does to the bias on its way is hidden; the bias is used all the same."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        super().__init__(12, 3)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (3, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
         added = torch.from_numpy(2 * (bias * 1).detach().numpy()).to(x.dtype)
-        return self.out(((q @ k.mT / 2 + added).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.finish((self.scores(q, k) + added).softmax(-1) @ v)
 
 
 def test_what_goes_where_nobody_sees_is_not_called_unused() -> None:
@@ -130,29 +131,22 @@ def test_a_mask_of_another_shape_is_used_where_it_hides_something(hidden: int, n
     assert judged(ForgetsItsBlocks, blocks).mistakes == names
 
 
-class TakesMasksOfThreeAxes(nn.Module):
+class TakesMasksOfThreeAxes(OneMatrix):
     """A mask of four axes is taken, and forgotten."""
 
     axes = 3
 
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        scores = q @ k.mT / q.size(-1) ** 0.5
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
         if mask is not None and mask.dim() <= self.axes:
             scores = scores.masked_fill(mask.view(x.size(0), -1, x.size(1), x.size(1)) == 0, -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.finish(scores.softmax(-1) @ v)
 
 
-class TakesMasksOfFourAxes(TakesMasksOfThreeAxes):
-    axes = 4
-
-
-@pytest.mark.parametrize(("tested", "ignores"), [(TakesMasksOfFourAxes, False), (TakesMasksOfThreeAxes, True)])
+@pytest.mark.parametrize(
+    ("tested", "ignores"), [(changed(TakesMasksOfThreeAxes, axes=4), False), (TakesMasksOfThreeAxes, True)]
+)
 def test_a_mask_that_is_taken_in_another_shape_hides_something(tested: type[nn.Module], ignores: bool) -> None:
     report = verify(tested)
     assert report.verdict == "partial", str(report)

@@ -20,6 +20,8 @@ from equivalence_tests.checker.engine.test_styles import (
     judged,
 )
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.helpers_for_tests import changed, line_of
+from equivalence_tests.checker.zoo.stages import SelfAttention, ThreeMatrices
 from equivalence_tests.ledger.lookalikes import gpt
 
 
@@ -161,16 +163,8 @@ class Normed(NormedBoth):
     norm: type[nn.Module] = SplitNorm
 
 
-class NormedBySquares(Normed):
-    norm = SquaredNorm
-
-
 class NormedBarely(Normed):
     norm = BareNorm
-
-
-class NormedBarelyOverTokens(Normed):
-    norm = BareNormOfTokens
 
 
 class PaddedWindows(LearntScales):
@@ -238,10 +232,6 @@ class TurnedInAPlane(Base):
         return self.turned(q), self.turned(k), v
 
 
-class TurnedBackwardsInAPlane(TurnedInAPlane):
-    sign = -1
-
-
 class TurnedByEachHeadItsOwnWay(TurnedInAPlane):
     """Frequencies that are learnt have any sign."""
 
@@ -251,7 +241,7 @@ class TurnedByEachHeadItsOwnWay(TurnedInAPlane):
 def test_positions_of_an_image_turn_forwards_too() -> None:
     assert judged(TurnedInAPlane, length=9).mistakes == ()
     assert judged(TurnedByEachHeadItsOwnWay, length=9).mistakes == ()
-    assert judged(TurnedBackwardsInAPlane, length=9).mistakes == ("rotary_reversed",)
+    assert judged(changed(TurnedInAPlane, sign=-1), length=9).mistakes == ("rotary_reversed",)
 
 
 class TwoKinds(TwoStreams):
@@ -521,10 +511,6 @@ class TurnedAndGrowing(TurnedInAPlane):
         return self.grow(q), k, v
 
 
-class TurnedBackwardsBesideOthers(TurnedBesideOthers):
-    direction = -1.0
-
-
 class AmongSamples(nn.Module):
     """Queries of one feature lose an axis: rows of a product are samples then."""
 
@@ -552,10 +538,6 @@ class NormsOfBoth(nn.Module):
         return q, k
 
 
-class NormsOfBothOverHeads(NormsOfBoth):
-    axis = -3
-
-
 class NormedTogether(Base):
     norm: type[nn.Module] = NormsOfBoth
 
@@ -566,10 +548,6 @@ class NormedTogether(Base):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().operands(x)
         return *self.norms(q, k), v
-
-
-class NormedTogetherOverHeads(NormedTogether):
-    norm = NormsOfBothOverHeads
 
 
 class NormedBarelyAndScaled(NormedBarely):
@@ -741,16 +719,12 @@ class SharesWithASinkUnmasked(SharesWithASink):
         return scores
 
 
-class SharesWithASinkSharper(SharesWithASink):
-    factor = 1.3
-
-
 @pytest.mark.parametrize(
     ("target", "names", "text"),
     [
         (SharesWithASink, (), ""),
         (SharesWithASinkUnmasked, ("mask_never_used",), "return self.o_proj("),
-        (SharesWithASinkSharper, ("scale_wrong",), "scores = (scores - scores.amax("),
+        (changed(SharesWithASink, factor=1.3), ("scale_wrong",), "scores = (scores - scores.amax("),
     ],
 )
 def test_a_sink_hides_no_other_mistake(target: type[nn.Module], names: tuple[str, ...], text: str) -> None:
@@ -778,13 +752,9 @@ class TurnedByLearntAngles(Base):
         return self.turned(q), self.turned(k), v
 
 
-class TurnedBackByAll(TurnedByLearntAngles):
-    steps = (-0.3, -0.4, -0.2, -0.1)
-
-
 def test_angles_of_which_some_fall_are_not_turned_round() -> None:
     assert judged(TurnedByLearntAngles).mistakes == ()
-    assert judged(TurnedBackByAll).mistakes == ("rotary_reversed",)
+    assert judged(changed(TurnedByLearntAngles, steps=(-0.3, -0.4, -0.2, -0.1))).mistakes == ("rotary_reversed",)
 
 
 @pytest.mark.parametrize("target", [NormedTogether, ValuesOfTwoProjections])
@@ -796,7 +766,11 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
 @pytest.mark.parametrize(
     ("target", "name", "line"),
     [
-        (NormedTogetherOverHeads, "norm_leaves_different_sizes", "q = q * (2 / q.norm("),
+        (
+            changed(NormedTogether, norm=changed(NormsOfBoth, axis=-3)),
+            "norm_leaves_different_sizes",
+            "q = q * (2 / q.norm(",
+        ),
         (NormedBarelyAndScaled, "scale_wrong", "return q, k * 1.3, v"),
         (ValuesOfTwoProjectionsTiled, "grouped_heads_tiled", "return x.repeat(1, 2, 1, 1)"),
         (PackedWithLargerKeys, "scale_wrong", "k = k.transpose(1, 2).mul(1.3)"),
@@ -814,8 +788,8 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (LengthFirstRolled, "changed_by_roll", "return self.o_proj("),
         (NormedValuesScaled, "value_changed_by_mul", "return q, k, v * 1.3"),
         (HandsKeysOverAsValues, "key_value_swapped", "keys = torch.cat((old, keys), 2)"),
-        (NormedBySquares, "norm_leaves_different_sizes", ""),
-        (NormedBarelyOverTokens, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-2"),
+        (changed(Normed, norm=SquaredNorm), "norm_leaves_different_sizes", ""),
+        (changed(Normed, norm=BareNormOfTokens), "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-2"),
         (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),
         (PackedWithNormsExchanged, "query_key_swapped", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
@@ -835,12 +809,8 @@ def test_biases_that_are_changed_before_they_are_added_are_not_equal() -> None:
     assert judged(BiasesWithoutSigns).verdict == "unchecked"
 
 
-class NormedAndClamped(Normed):
-    norm = ClampingNorm
-
-
 def test_a_norm_of_its_own_excuses_no_clamp_in_it() -> None:
-    assert "query_changed_by_clamp" in judged(NormedAndClamped).mistakes
+    assert "query_changed_by_clamp" in judged(changed(Normed, norm=ClampingNorm)).mistakes
 
 
 class HidesByNumbers(Base):
@@ -925,10 +895,6 @@ class BothWays(Base):
         return v
 
 
-class BothWaysUnscaled(BothWays):
-    scale = 1.0
-
-
 class BothWaysWithHeadsTurned(BothWays):
     def kept(self, v: Tensor) -> Tensor:
         return v.flip(1)
@@ -939,7 +905,7 @@ def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
     report = judged(BothWays, text)
     not_run = [exercise.what for exercise in report.not_exercised]
     assert (report.verdict, not_run) == ("partial", ["output 2"])
-    assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
+    assert judged(changed(BothWays, scale=1.0), text).mistakes == ("scale_missing",)
     assert judged(BothWaysWithHeadsTurned, text, held=False).verdict == "deviates"
 
 
@@ -1040,7 +1006,8 @@ def test_a_residual_hides_nothing_that_comes_after_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "names"), [(TurnedBesideOthers, ()), (TurnedBackwardsBesideOthers, ("rotations_differ",))]
+    ("target", "names"),
+    [(TurnedBesideOthers, ()), (changed(TurnedBesideOthers, direction=-1.0), ("rotations_differ",))],
 )
 def test_turned_tokens_beside_others_turn_alike(target: type[nn.Module], names: tuple[str, ...]) -> None:
     assert judged(target, torch.randn(2, 4, WIDTH).double()).mistakes == names
@@ -1180,8 +1147,7 @@ def test_the_line_that_builds_a_wrong_softmax_comes_first() -> None:
     assert finding.name == "softmax_over_queries"
     texts = [line.text for line in finding.stack]
     assert sorted(texts) == ["return self.normalise(scores) @ self.v(x)", "self.normalise = nn.Softmax(dim=1)"]
-    assert finding.line is not None
-    assert finding.line.text == "self.normalise = nn.Softmax(dim=1)"
+    assert line_of(finding) == "self.normalise = nn.Softmax(dim=1)"
 
 
 class PiecesOfSeries(nn.Module):
@@ -1204,19 +1170,11 @@ def test_pieces_of_one_token_have_names_of_their_own() -> None:
     assert report.verdict != "deviates", str(report)
 
 
-class FirstAsks(nn.Module):
+class FirstAsks(ThreeMatrices):
     """Right, and says so: the first token asks, and all are asked."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
     def forward(self, x: Tensor) -> Tensor:
-        split = ((self.q, x[:, :1]), (self.k, x), (self.v, x))
-        q, k, v = (f(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f, y in split)
-        context = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
-        return self.out(context.transpose(1, 2).flatten(2))
+        return self.attended(x[:, :1], x, x)
 
 
 class ClassAttention(FirstAsks):
@@ -1246,34 +1204,29 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-class HandedARotation(nn.Module):
+class HandedARotation(SelfAttention):
     """Right: rotates each head by what it is handed."""
 
     def __init__(self, d_model: int, num_heads: int, rope: nn.Module) -> None:
-        super().__init__()
-        self.num_heads, self.rope = num_heads, rope
-        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+        super().__init__(d_model, num_heads)
+        self.rope = rope
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = self.rope(q) @ self.rope(k).mT / q.size(-1) ** 0.5
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(self.rope(q), self.rope(k))
 
 
 def test_a_rotation_that_is_handed_over_is_built_for_one_head() -> None:
     assert verify(HandedARotation).verdict == "equal", str(verify(HandedARotation))
 
 
-class HidesByItself(nn.Module):
+class HidesByItself(ThreeMatrices):
     """Right: keys behind a query are hidden, and a buffer is what divides the scores."""
 
     scale: Tensor
 
     def __init__(self, d_model: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
+        super().__init__(d_model, num_heads)
         self.register_buffer("scale", torch.sqrt(torch.tensor([d_model // num_heads])))
-        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def sees(self, queries: int, keys: int) -> Tensor:
         return self.scale.new_ones(queries, keys).tril() != 0
@@ -1281,11 +1234,12 @@ class HidesByItself(nn.Module):
     def behind(self, context: Tensor, values: Tensor) -> Tensor:
         return context
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        made = (self.q(query), self.k(key), self.v(value))
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in made)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.mT / self.scale).masked_fill(~self.sees(q.size(2), k.size(2)), -torch.inf)
-        return self.out(self.behind(scores.softmax(-1) @ v, v).transpose(1, 2).flatten(2))
+        return self.behind(scores.softmax(-1) @ v, v)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attended(query, key, value)
 
 
 class HidesEveryOther(HidesByItself):

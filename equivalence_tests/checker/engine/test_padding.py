@@ -11,14 +11,11 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.zoo.right import broken
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Padded(nn.Module):
+class Padded(OneMatrix):
     """Hides keys that are padding; what the classes below have in common."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def hide(self, scores: Tensor, keep: Tensor) -> Tensor:
         return scores.masked_fill(~keep[:, None, None, :], -math.inf)
@@ -27,13 +24,11 @@ class Padded(nn.Module):
         return context
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        scores = q @ k.mT / math.sqrt(q.size(-1))
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
         scores = scores if mask is None else self.hide(scores, mask)
         context = scores.softmax(-1) @ v
-        context = context if mask is None else self.finished(context, mask)
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.finish(context if mask is None else self.finished(context, mask))
 
 
 class HidesPaddedRowsToo(Padded):
@@ -182,8 +177,7 @@ class SaysWhatOneMeans(nn.Module):
         made = self.q(x), self.k(context), self.v(context)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in made)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.allowed(text_mask)[:, None, None])
-        found: Tensor = self.o(attended.transpose(1, 2).flatten(2))
-        return found
+        return self.o(attended.transpose(1, 2).flatten(2))
 
     def allowed(self, mask: Tensor) -> Tensor:
         return mask != 0

@@ -13,22 +13,19 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.relative_terms import of_other_queries
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.equivalent import subjects
+from equivalence_tests.checker.helpers_for_tests import line_of, proof_holds
+from equivalence_tests.checker.zoo.stages import SelfAttention
 
 NAME = "positions_of_another_query"
 report_on = functools.cache(verify)  # several tests ask for the same reports
 
 
-class Skewed(nn.Module):
+class Skewed(SelfAttention):
     """Right: a table of the distances up to a query, skewed, and a causal mask of its own."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        super().__init__(dim, num_heads)
         self.table = nn.Parameter(torch.randn(1024, dim // num_heads))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def rows(self, said: Tensor) -> Tensor:
         length = said.size(-1)
@@ -47,10 +44,9 @@ class Skewed(nn.Module):
     def hidden(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
-        scores = (query @ key.mT + self.of_positions(query)) / math.sqrt(self.scale(query))
-        return self.o((self.hidden(scores).softmax(-1) @ value).transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT + self.of_positions(q)) / math.sqrt(self.scale(q))
+        return self.hidden(scores).softmax(-1) @ v
 
 
 class Seen(Skewed):
@@ -81,29 +77,24 @@ class FromTheFirst(Skewed):
 
 class TwiceWrong(LastRowLeftOut):
     def scale(self, query: Tensor) -> int:
-        return query.size(-1) * self.num_heads
+        return query.size(-1) * self.heads
 
 
 class HeadByHead(LastRowLeftOut):
-    def forward(self, x: Tensor) -> Tensor:
-        every = zip(*(self.split(project(x)).split(1, 1) for project in (self.q, self.k, self.v)), strict=True)
-        outs = []
-        for query, key, value in every:
-            scores = (query @ key.mT + self.of_positions(query)) / math.sqrt(self.scale(query))
-            outs.append(self.hidden(scores).softmax(-1) @ value)
-        return self.o(torch.cat(outs, 1).transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        every = zip(*(x.split(1, 1) for x in (q, k, v)), strict=True)
+        return torch.cat([super(HeadByHead, self).attend(*one) for one in every], 1)
 
 
 class OfAllHeadsAtOnce(LastRowLeftOut):
     """Half of what all heads say to positions is taken apart, for the scores of one head after the other."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
-        said, outs = self.of_positions(query), []
-        for head in range(self.num_heads):
-            scores = query[:, head] @ key[:, head].mT / math.sqrt(self.scale(query)) + 0.5 * said[:, head]
-            outs.append(self.hidden(scores[:, None]).softmax(-1)[:, 0] @ value[:, head])
-        return self.o(torch.cat(outs, -1))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        said, outs = self.of_positions(q), []
+        for head in range(self.heads):
+            scores = q[:, head] @ k[:, head].mT / math.sqrt(self.scale(q)) + 0.5 * said[:, head]
+            outs.append(self.hidden(scores[:, None]).softmax(-1)[:, 0] @ v[:, head])
+        return torch.stack(outs, 1)
 
 
 class Across(Skewed):
@@ -117,13 +108,12 @@ class Across(Skewed):
         return F.pad(said, (1, 0)).reshape(*said.shape[:-2], keys + 1, queries)[..., :-1, :].reshape(said.shape)
 
     def scale(self, query: Tensor) -> int:
-        return query.size(-1) * self.num_heads
+        return query.size(-1) * self.heads
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        query, key, value = self.split(self.q(query)), self.split(self.k(key)), self.split(self.v(value))
-        said = self.rows(query @ self.table[1024 - key.size(-2) :].mT)
-        scores = (query @ key.mT + said) / math.sqrt(self.scale(query))
-        return self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        q, k, v = self.projected(query, key, value)
+        said = self.rows(q @ self.table[1024 - k.size(-2) :].mT)
+        return self.finish(((q @ k.mT + said) / math.sqrt(self.scale(q))).softmax(-1) @ v)
 
 
 class PaddedWithInfinity(Skewed):
@@ -183,7 +173,7 @@ class OfKeys(OfPairs):
         query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
         pairs = self.table[: x.size(1), : x.size(1)]
         scores = (query @ key.mT + torch.einsum("bhkd,qkd->bhqk", key, pairs)) / math.sqrt(query.size(-1))
-        return self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
 class OfSharedQueries(OfPairs):
@@ -194,7 +184,7 @@ class OfSharedQueries(OfPairs):
     def forward(self, x: Tensor) -> Tensor:
         query, value = self.split(self.q(x)), self.split(self.v(x))
         scores = (query @ query.mT + self.of_positions(query)) / math.sqrt(query.size(-1))
-        return self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
 class Sinusoids(Skewed):
@@ -216,7 +206,7 @@ class Sinusoids(Skewed):
         query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
         scores = (query @ key.mT + self.of_positions(query)) / math.sqrt(query.size(-1))
         scores = scores if mask is None else self.masked(scores, mask)
-        return self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
     def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask[:, None], -math.inf)
@@ -249,7 +239,7 @@ class HandedOver(OfAllDistances):
     def forward(self, x: Tensor, rel: Tensor) -> Tensor:  # type: ignore[override]
         query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
         scores = (query @ key.mT + self.rows(query @ self.split(self.far(rel)).mT)) / math.sqrt(query.size(-1))
-        return self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(
@@ -269,10 +259,8 @@ def test_what_another_query_says_is_named_on_its_line_with_a_proof(wrong: type, 
     report = report_on(wrong)
     assert (report.verdict, report.mistakes) == ("deviates", (NAME,)), str(report)
     (finding,) = report.findings
-    assert finding.proof is not None
-    assert finding.proof.holds
-    assert finding.line is not None
-    assert line in finding.line.text
+    assert proof_holds(finding)
+    assert line in line_of(finding)
     assert said in finding.sentence
 
 

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
-class Turns(nn.Module):
+class Turns(ThreeMatrices):
     """Right: each pair of neighbours is multiplied by the cosine and the sine of its angle."""
 
     equation, sign = "b n h c p, n c -> b n h c p", 1.0
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        q, k, v = self.operands(x)
         q, k = self.turned(q, 1.0), self.turned(k, self.sign)
         weights = (torch.einsum("bihd,bjhd->bhij", q, k) / q.size(-1) ** 0.5).softmax(-1)
         return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
@@ -38,10 +38,6 @@ class TurnsWhateverComesBetween(Turns):
     equation = "bn...cp,nc->bn...cp"
 
 
-class TurnsKeysBack(Turns):
-    sign = -1.0
-
-
 class FactorsCancel(Turns):
     """Right: what the queries are multiplied by, the keys are divided by."""
 
@@ -58,7 +54,7 @@ def test_rotations_by_einsum_are_rotations(right: type[nn.Module]) -> None:
 
 
 def test_keys_that_are_turned_back_are_found() -> None:
-    report = verify(TurnsKeysBack)
+    report = verify(changed(Turns, sign=-1.0))
     assert report.mistakes == ("rotations_differ",), str(report)
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.helpers_for_tests import changed, program_of, saved
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.right import broken
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
 class Looks(nn.Module):
@@ -57,14 +59,6 @@ class JoinsWhatAsks(LooksFirst):
 
     def given(self, context: Tensor, hidden: Tensor) -> Tensor:
         return self.both(torch.cat([context, hidden[0]], -1)).tanh()
-
-
-class OverSamples(Looks):
-    axis = 0
-
-
-class HidesNothing(Looks):
-    hidden_by = 1e-9
 
 
 class SaysItScales(Looks):
@@ -119,8 +113,8 @@ def test_a_state_looks_back_without_a_scale(right: type[nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        (OverSamples, "softmax_over_batch"),
-        (HidesNothing, "mask_fill_not_negative"),  # proven beside a scale that is intended
+        (changed(Looks, axis=0), "softmax_over_batch"),
+        (changed(Looks, hidden_by=1e-9), "mask_fill_not_negative"),  # proven beside a scale that is intended
         (SaysItScales, "scale_missing"),
         (NamesAScale, "scale_missing"),
         (OfManyHeads, "scale_missing"),
@@ -142,32 +136,27 @@ def test_what_comes_back_is_said_and_written_down_as_one_step() -> None:
     report = verify(JoinsWhatAsks)
     said = "(len, batch, features); the query (1, batch, features), the output (batch, features)"
     assert report.conventions[1][:2] == ("layout", said), report.conventions
-    assert report.equivalent is not None
-    assert "hidden = hidden.transpose(0, 1)" in report.equivalent.source
+    assert "hidden = hidden.transpose(0, 1)" in program_of(report)
     assert "1 query and 6 keys" in str(report)
 
 
 def test_a_query_with_an_axis_of_its_own_may_be_one_of_several(tmp_path: Path) -> None:
     merged = "merged = context.squeeze(2).unsqueeze(1).flatten(2)"
-    (tmp_path / "mine.py").write_text(broken("cross", (("merged = context.transpose(1, 2).flatten(2)", merged),)))
-    report = verify(f"{tmp_path / 'mine.py'}:Attention")
+    text = broken("cross", (("merged = context.transpose(1, 2).flatten(2)", merged),))
+    report = verify(saved(tmp_path, text, "Attention"))
     assert report.verdict == "partial", str(report)
     assert [one.what for one in report.not_exercised] == ["more than one query"]
 
 
-class GatedBehind(nn.Module):
+class GatedBehind(OneMatrix):
     """What attends is gated by a matrix of its own."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.heads = num_heads
-        self.qkv, self.gate, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        super().__init__(dim, num_heads)
+        self.gate = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
-        merged = (weights @ v).transpose(1, 2).flatten(2)
-        return self.out(self.gated(merged, self.gate(x)))
+        return self.out(self.gated(self.merge(self.attend(*self.operands(x))), self.gate(x)))
 
     def gated(self, merged: Tensor, gate: Tensor) -> Tensor:
         return merged * gate.sigmoid()

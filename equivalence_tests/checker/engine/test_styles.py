@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.helpers_for_tests import changed, line_of
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
@@ -111,13 +112,9 @@ class HeadsAmongSamples(nn.Module):
         return context.reshape(x.shape)
 
 
-class ScaledByHalf(HeadsAmongSamples):
-    power = 0.0
-
-
 def test_heads_may_lie_among_the_samples_and_features_first() -> None:
     assert verify(HeadsAmongSamples).verdict == "equal"
-    assert verify(ScaledByHalf).mistakes == ("scale_wrong",)
+    assert verify(changed(HeadsAmongSamples, power=0.0)).mistakes == ("scale_wrong",)
 
 
 class LearntScales(Base):
@@ -265,10 +262,6 @@ class CausalAndMasked(Masked):
         return super().masked(scores, attention_mask).masked_fill(future, -torch.inf)
 
 
-class SaysItIsNotCausal(CausalAndMasked):
-    is_causal = False
-
-
 class ForgetsTheMask(Masked):
     def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
         return scores
@@ -301,7 +294,7 @@ def test_a_mask_that_is_given_hides_what_it_says(target: type[nn.Module]) -> Non
         (ForgetsTheMask, "mask_never_used"),
         (ShiftsTheMask, "mask_hides_other_entries"),
         (TakesTheMaskAway, "mask_inverted"),
-        (SaysItIsNotCausal, "causal_mask_unasked"),
+        (changed(CausalAndMasked, is_causal=False), "causal_mask_unasked"),
     ],
 )
 def test_a_mask_that_hides_something_else_is_found(target: type[nn.Module], name: str) -> None:
@@ -349,12 +342,8 @@ def test_a_function_that_says_it_is_not_causal_shows_the_future(
     assert judged(target).mistakes == names
 
 
-class SaysItIsCausal(Base):
-    is_causal = True
-
-
 def test_a_module_that_says_it_is_causal_hides_the_future() -> None:
-    assert judged(SaysItIsCausal).mistakes == ("mask_never_used",)
+    assert judged(changed(Base, is_causal=True)).mistakes == ("mask_never_used",)
 
 
 class Swapped(Base):
@@ -433,8 +422,7 @@ class ViewsValues(Base):
 def test_the_line_that_does_it_is_blamed(target: type[nn.Module], name: str, line: str) -> None:
     report = judged(target, held=False)
     assert report.mistakes[0] == name
-    assert report.findings[0].line is not None
-    assert line in report.findings[0].line.text
+    assert line in line_of(report.findings[0])
 
 
 class Configuration:
@@ -561,10 +549,6 @@ class LearntQuery(Base):
         return self.split(self.token.expand(x.size(0), -1, -1)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
 
 
-class SquaredLearntQuery(LearntQuery):
-    scale = (WIDTH // HEADS) ** -1.0
-
-
 class Indexed(Base):
     """Chooses keys by sums of scores that no softmax weighs."""
 
@@ -647,7 +631,10 @@ def test_putting_a_forgotten_softmax_in_puts_the_scale_in_too() -> None:
     assert report.findings[0].proof.error < 1e-9
 
 
-@pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_wrong")])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(Unscaled, "scale_missing"), (changed(LearntQuery, scale=HEADS / WIDTH), "scale_wrong")],
+)
 def test_what_nothing_says_deviates(target: type[nn.Module], name: str) -> None:
     assert judged(target).mistakes[:1] == (name,)
 
@@ -734,10 +721,6 @@ class RootNorm(nn.Module):
         return self.weight * x
 
 
-class RootNormOfTokens(RootNorm):
-    axis = -2
-
-
 class NormedBoth(Base):
     norm: type[nn.Module] = RootNorm
 
@@ -761,13 +744,9 @@ def test_norms_of_queries_and_keys_stand_for_no_projection() -> None:
     assert report.verdict != "equal", str(report)
 
 
-class NormedOverTokens(NormedBoth):
-    norm = RootNormOfTokens
-
-
 def test_a_norm_of_ones_own_makes_tokens_of_one_size() -> None:
     assert judged(NormedBoth).verdict == "equal"
-    report = judged(NormedOverTokens, held=False)
+    report = judged(changed(NormedBoth, norm=changed(RootNorm, axis=-2)), held=False)
     assert report.mistakes[:1] == ("norm_leaves_different_sizes",)
 
 
@@ -830,10 +809,6 @@ class NormedWithoutScale(NormedBoth):
     scale = 1.0
 
 
-class NormedAndScaledTwice(NormedBoth):
-    scale = 1 / 4
-
-
 class StatesAScale(NormedWithoutScale):
     def __init__(self) -> None:
         super().__init__()
@@ -856,7 +831,7 @@ class NormedOverTheBatch(NormedWithoutScale):
     ("target", "names"),
     [
         (NormedWithoutScale, ()),
-        (NormedAndScaledTwice, ("scale_wrong",)),
+        (changed(NormedBoth, scale=1 / 4), ("scale_wrong",)),
         (StatesAScale, ("scale_missing",)),
         (NormedWithoutGains, ("scale_missing",)),
         (NormedOverTheBatch, ("scale_missing",)),
@@ -908,8 +883,7 @@ class AsksAnotherInVain(Base):
 )
 def test_what_is_never_used_is_missed_where_it_could_be_used(target: type[nn.Module], name: str, line: str) -> None:
     finding = next(finding for finding in judged(target).findings if finding.name == name)
-    assert finding.line is not None
-    assert finding.line.text == line
+    assert line_of(finding) == line
 
 
 class WidensBehindItsScale(Base):
@@ -922,8 +896,7 @@ class WidensBehindItsScale(Base):
 def test_a_scale_is_not_taken_for_the_rounding_behind_it() -> None:
     (finding,) = judged(WidensBehindItsScale, held=False).findings
     assert finding.name == "scale_wrong"
-    assert finding.line is not None
-    assert finding.line.text.startswith("scores = q @ k.mT")
+    assert line_of(finding).startswith("scores = q @ k.mT")
 
 
 class TakesAPaddingMask(Base):
@@ -1005,8 +978,7 @@ class MergesByAView(Base):
 
 def test_the_first_view_that_stands_for_a_transpose_is_blamed() -> None:
     finding = judged(MergesByAView, length=2, held=False).findings[0]
-    assert finding.line is not None
-    assert (finding.name, "transpose(1, 2).shape" in finding.line.text) == ("heads_merged_without_transpose", True)
+    assert (finding.name, "transpose(1, 2).shape" in line_of(finding)) == ("heads_merged_without_transpose", True)
 
 
 class ChangedBeforeTheNorm(NormedBoth):
@@ -1072,8 +1044,7 @@ class BendsItsAngles(TurnedByMatrices):
 )
 def test_a_change_on_any_stretch_is_found_on_its_line(target: type[nn.Module], name: str) -> None:
     finding = judged(target, held=False).findings[0]
-    assert finding.line is not None
-    assert (finding.name, f".{name.rpartition('_')[2]}(" in finding.line.text) == (name, True)
+    assert (finding.name, f".{name.rpartition('_')[2]}(" in line_of(finding)) == (name, True)
 
 
 def test_what_is_done_to_the_input_is_left_to_the_comparison_of_the_whole() -> None:
@@ -1114,10 +1085,6 @@ class TurnsItBack(TurnedByMatrices):
         return self.up(torch.einsum("bngd,gdr->bngr", context, self.low).flatten(2))
 
 
-class TurnsItBackUnscaled(TurnsItBack):
-    scale = 1.0
-
-
 class TurnsItBackAndBendsIt(TurnsItBack):
     def back(self, x: Tensor) -> Tensor:
         return super().back(x).abs()
@@ -1127,7 +1094,7 @@ class TurnsItBackAndBendsIt(TurnsItBack):
     ("target", "names"),
     [
         (TurnsItBack, ()),
-        (TurnsItBackUnscaled, ("scale_missing",)),
+        (changed(TurnsItBack, scale=1.0), ("scale_missing",)),
         (TurnsItBackAndBendsIt, ("changed_by_abs",)),
     ],
 )
@@ -1159,9 +1126,8 @@ class DividedOverQueries(Base):
 @pytest.mark.parametrize("target", [OneQuery, DividedOverQueries])
 def test_of_one_query_and_behind_a_division_too_the_softmax_runs_over_keys(target: type[nn.Module]) -> None:
     finding = judged(target).findings[0]
-    assert finding.line is not None
     assert finding.name == "softmax_over_queries"
-    assert "scores.softmax(-2)" in finding.line.text
+    assert "scores.softmax(-2)" in line_of(finding)
 
 
 class ValuesFromBeside(Base):
@@ -1279,10 +1245,6 @@ def test_what_is_named_after_a_non_local_block_has_no_scale() -> None:
     assert judged(NonLocal2d).verdict == "equal", str(judged(NonLocal2d))
 
 
-class RootNormOfHeads(RootNorm):
-    axis = -3
-
-
 class WeightFirstNorm(RootNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -1297,18 +1259,10 @@ class WeightFirstNormOfHeads(RootNorm):
         return self.weight * x * (x.pow(2).mean(-3, keepdim=True) + 1e-6).rsqrt()
 
 
-class NormedWeightFirstOverHeads(NormedBoth):
-    norm = WeightFirstNormOfHeads
-
-
 def test_a_norm_may_multiply_by_its_weight_before_it_divides() -> None:
     assert judged(NormedWeightFirst).verdict == "equal", str(judged(NormedWeightFirst))
-    over_heads = judged(NormedWeightFirstOverHeads)
+    over_heads = judged(changed(NormedBoth, norm=WeightFirstNormOfHeads))
     assert [one.name for one in over_heads.suspected] == ["norm_leaves_different_sizes"], str(over_heads)
-
-
-class NormedOverHeads(NormedBoth):
-    norm = RootNormOfHeads
 
 
 class RootNormOfSizes(RootNorm):
@@ -1316,10 +1270,6 @@ class RootNormOfSizes(RootNorm):
         size = x.pow(2).mean(-1, keepdim=True)
         x = (x * (size + 1e-6).rsqrt()).abs()
         return self.weight * x
-
-
-class NormedBySizes(NormedBoth):
-    norm = RootNormOfSizes
 
 
 class NormedAndSplitByAView(NormedBoth):
@@ -1344,8 +1294,8 @@ class NormedAndExchanged(TurnedByMatrices):
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        (NormedOverHeads, "norm_leaves_different_sizes"),
-        (NormedBySizes, "query_changed_by_abs"),
+        (changed(NormedBoth, norm=changed(RootNorm, axis=-3)), "norm_leaves_different_sizes"),
+        (changed(NormedBoth, norm=RootNormOfSizes), "query_changed_by_abs"),
         (NormedAndSplitByAView, "heads_split_without_transpose"),
         (NormedAndExchanged, "key_value_swapped"),
     ],
@@ -1367,10 +1317,6 @@ class FallsWithDistance(Base):
         place = torch.arange(scores.size(-1))
         distance = (place[:, None] - place).abs()
         return super().weigh(scores + self.sign * self.slopes * distance)
-
-
-class GrowsWithDistance(FallsWithDistance):
-    sign = 1.0
 
 
 class GrowsWithoutSlopes(Base):
@@ -1401,7 +1347,7 @@ class FavoursTheFutureOfNobody(FavoursTheFuture):
         (FallsWithDistance, ()),
         (FavoursTheFuture, ("bias_grows_with_distance",)),
         (FavoursTheFutureOfNobody, ()),
-        (GrowsWithDistance, ("bias_grows_with_distance",)),
+        (changed(FallsWithDistance, sign=1.0), ("bias_grows_with_distance",)),
         (GrowsWithoutSlopes, ("bias_grows_with_distance",)),
     ],
 )
@@ -1462,8 +1408,7 @@ class CascadedHeads(nn.Module):
         for own, part in zip(self.qkv, x.chunk(HEADS, -1), strict=True):
             q, k, v = own(part + found[-1] if found else part).chunk(3, -1)
             found.append((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v)
-        out: Tensor = self.out(torch.cat(found, -1))
-        return out
+        return self.out(torch.cat(found, -1))
 
 
 def test_what_goes_on_to_another_head_changes_nothing_of_what_comes_out() -> None:

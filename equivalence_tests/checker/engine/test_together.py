@@ -8,25 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Packed(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.packed, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT / math.sqrt(q.size(-1))
-
-    def end(self, scores: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return out
-
-
-class BothMasks(Packed):
+class BothMasks(OneMatrix):
     def forward(
         self,
         x: Tensor,
@@ -34,7 +19,7 @@ class BothMasks(Packed):
         future_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         scores = self.scores(q, k)
         if padding_mask is not None:
             scores = scores.masked_fill(padding_mask[:, None, None] == 0, -torch.inf)
@@ -42,59 +27,57 @@ class BothMasks(Packed):
             scores = scores.masked_fill(future_mask == 0, -torch.inf)
         if is_causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
-        return self.end(scores, v)
+        return self.finish(scores.softmax(-1) @ v)
 
 
-class SecondMaskForgetsTheFirst(Packed):
+class SecondMaskForgetsTheFirst(OneMatrix):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, future_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         masked = scores = self.scores(q, k)
         if padding_mask is not None:
             masked = scores.masked_fill(padding_mask[:, None, None] == 0, -torch.inf)
         if future_mask is not None:
             masked = scores.masked_fill(future_mask == 0, -torch.inf)
-        return self.end(masked, v)
+        return self.finish(masked.softmax(-1) @ v)
 
 
-class PaddingEndsCausality(Packed):
+class PaddingEndsCausality(OneMatrix):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         hidden = None if padding_mask is None else padding_mask[:, None, None]
         is_causal = is_causal and hidden is None
-        context = functional.scaled_dot_product_attention(q, k, v, hidden, is_causal=is_causal)
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.finish(functional.scaled_dot_product_attention(q, k, v, hidden, is_causal=is_causal))
 
 
-class DiscardsTheFill(Packed):
+class DiscardsTheFill(OneMatrix):
     def forward(self, x: Tensor, causal_mask: bool = False) -> Tensor:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         scores = self.scores(q, k)
         if causal_mask:
             scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)  # nobody takes it
-        return self.end(scores, v)
+        return self.finish(scores.softmax(-1) @ v)
 
 
-class LeavesQueriesAlone(Packed):
+class LeavesQueriesAlone(OneMatrix):
     def forward(self, x: Tensor, q_padding_mask: Tensor | None = None, k_padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         scores = self.scores(q, k)
         if k_padding_mask is not None:
             scores = scores.masked_fill(~k_padding_mask[:, None, None], -torch.inf)
-        return self.end(scores, v)
+        return self.finish(scores.softmax(-1) @ v)
 
 
-class TakesTheLengthOfItsCache(Packed):
-    def forward(
+class TakesTheLengthOfItsCache(OneMatrix):
+    def forward(  # type: ignore[override]
         self, x: Tensor, past_kv: tuple[Tensor, Tensor] | None = None, cache_len: int = 0
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        q, k, v = self.split(x)
+        q, k, v = self.operands(x)
         if past_kv is not None:
             k, v = (torch.cat(pair, -2) for pair in zip(past_kv, (k, v), strict=True))
         scores = self.scores(q, k)
         places = torch.arange(k.size(-2), device=x.device)
         future = places > places[: q.size(-2), None] + cache_len
-        return self.end(scores.masked_fill(future, -torch.inf), v), (k, v)
+        return self.finish(scores.masked_fill(future, -torch.inf).softmax(-1) @ v), (k, v)
 
 
 def test_masks_that_hide_together_are_equal() -> None:
@@ -135,7 +118,7 @@ def test_the_length_of_a_cache_is_handed_over_with_it() -> None:
     assert report.verdict == "equal", str(report)
 
 
-class TakesAnEncoding(Packed):
+class TakesAnEncoding(OneMatrix):
     """As in Transformer-XL: the scores of positions are made of an encoding that every call is handed."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -143,14 +126,14 @@ class TakesAnEncoding(Packed):
         self.positions = nn.Linear(dim, dim, bias=False)
         self.u, self.v = (nn.Parameter(torch.randn(heads, 1, dim // heads)) for _ in range(2))
 
-    def forward(self, x: Tensor, pos_embedding: Tensor) -> Tensor:
-        q, k, v = self.split(x)
-        p = self.positions(pos_embedding).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+    def forward(self, x: Tensor, pos_embedding: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        p = self.split(self.positions(pos_embedding))
         by_position = (q + self.v) @ p.mT
         padded = functional.pad(by_position, (1, 0)).reshape(*by_position.shape[:2], -1, x.size(1))
         by_position = padded[:, :, 1:].reshape_as(by_position)
         scores = ((q + self.u) @ k.mT + by_position) / self.divisor(q)
-        return self.end(scores, v)
+        return self.finish(scores.softmax(-1) @ v)
 
     def divisor(self, q: Tensor) -> float:
         return math.sqrt(q.size(-1))
@@ -184,8 +167,7 @@ class TilesItsKeys(nn.Module):
         groups = self.heads // self.kv_heads
         k, v = k.repeat(1, groups, 1, 1), v.repeat_interleave(groups, 1)
         weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)
-        out: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
-        return out
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 def test_tiled_keys_are_proven_by_the_order_of_repeat_interleave() -> None:

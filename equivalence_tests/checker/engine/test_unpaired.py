@@ -23,8 +23,7 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.features(x)
         sums = torch.einsum("bnd,bne->bde", k, self.value(x))
-        out: Tensor = torch.einsum("bnd,bde->bne", q, sums) / (q @ k.sum(1)[..., None])
-        return out
+        return torch.einsum("bnd,bde->bne", q, sums) / (q @ k.sum(1)[..., None])
 
 
 class CausalLinearAttention(LinearAttention):
@@ -33,8 +32,7 @@ class CausalLinearAttention(LinearAttention):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.features(x)
         sums = (k[..., None] * self.value(x)[..., None, :]).cumsum(1)
-        out: Tensor = (q[..., None, :] @ sums)[..., 0, :] / (q * k.cumsum(1)).sum(-1, keepdim=True)
-        return out
+        return (q[..., None, :] @ sums)[..., 0, :] / (q * k.cumsum(1)).sum(-1, keepdim=True)
 
 
 class AttentionPooling(nn.Module):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
 def distances(side: int) -> Tensor:
@@ -15,16 +17,15 @@ def distances(side: int) -> Tensor:
     return places[:, None] - places + side - 1
 
 
-class InWindows(nn.Module):
+class InWindows(OneMatrix):
     """Takes images, features last; each window attends to itself."""
 
     shift = 0
     back = 0
 
     def __init__(self, dim: int, num_heads: int, window_size: int) -> None:
-        super().__init__()
-        self.num_heads, self.window_size = num_heads, window_size
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        super().__init__(dim, num_heads)
+        self.window_size = window_size
         self.table = nn.Parameter(torch.zeros((2 * window_size - 1) * (2 * window_size - 1), num_heads))
         self.register_buffer("index", self.indices(window_size))
 
@@ -56,15 +57,12 @@ class InWindows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         moved = x.roll((-self.shift, -self.shift), (1, 2))
-        q, k, v = (
-            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.cut(self.qkv(moved)).chunk(3, -1)
-        )
-        scores = q @ k.mT / math.sqrt(q.size(-1)) + self.bias()
+        q, k, v = self.operands(self.cut(moved))
+        scores = self.scores(q, k) + self.bias()
         if self.shift:
             scores = scores.unflatten(0, (len(x), -1)).masked_fill(self.hidden(x), -torch.inf).flatten(0, 1)
-        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        back: Tensor = self.proj(self.put_back(out, x.shape)).roll((self.back, self.back), (1, 2))
-        return back
+        out = self.finish(scores.softmax(-1) @ v)
+        return self.put_back(out, x.shape).roll((self.back, self.back), (1, 2))
 
 
 class Moved(InWindows):
@@ -98,10 +96,6 @@ class SharesElements(InWindows):
 class SeesRoundTheEdge(Moved):
     def hidden(self, x: Tensor) -> Tensor:
         return super().hidden(x).new_zeros(())
-
-
-class StaysMoved(Moved):
-    back = 0
 
 
 class MayBeMoved(InWindows):
@@ -155,8 +149,7 @@ class OfTwoSides(nn.Module):
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(3, 4) for t in cut.chunk(3, -1))
         out = ((q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v).transpose(3, 4).flatten(4)
         out = out.unflatten(3, (self.height, self.width)).transpose(2, 3)
-        back: Tensor = self.proj(out.reshape(x.shape))
-        return back
+        return self.proj(out.reshape(x.shape))
 
 
 def test_windows_may_have_two_sides_that_a_setting_names() -> None:
@@ -171,7 +164,7 @@ def test_windows_may_have_two_sides_that_a_setting_names() -> None:
         (Strips, "Not every key takes part"),
         (SharesElements, "one element for distances in the image that differ"),
         (SeesRoundTheEdge, "follows no rule of the distance"),
-        (StaysMoved, "tokens in a different order"),
+        (changed(Moved, back=0), "tokens in a different order"),
     ],
 )
 def test_wrong_windows_are_not_equal(made: type[InWindows], reason: str) -> None:
@@ -180,23 +173,17 @@ def test_wrong_windows_are_not_equal(made: type[InWindows], reason: str) -> None
     assert reason in report.reason
 
 
-class OneMaskEach(nn.Module):
+class OneMaskEach(OneMatrix):
     """Takes windows, and a mask for each window of an image."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        b, n, dim = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        scores = q @ k.mT / (dim // self.num_heads) ** 0.5
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
         if mask is not None:
             windows = len(mask)
-            scores = self.laid(scores, windows) + self.over(mask)
-            scores = scores.view(b, self.num_heads, n, n)
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, dim))
+            masked = self.laid(scores, windows) + self.over(mask)
+            scores = masked.view(scores.shape)
+        return self.finish(scores.softmax(-1) @ v)
 
     def laid(self, scores: Tensor, windows: int) -> Tensor:
         return scores.view(-1, windows, *scores.shape[1:])

@@ -1,19 +1,15 @@
 """Rotations that are written piece by piece into memory: every second element, in new memory or in place."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.zoo.stages import SelfAttention
 
 
-class Strided(nn.Module):
+class Strided(SelfAttention):
     """Turns neighbours, and writes them where they belong."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
 
     def pairs(self, a: Tensor, b: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         return a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
@@ -26,11 +22,8 @@ class Strided(nn.Module):
         out[..., 1::2] = second
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        context = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v)
-        out: Tensor = self.o(context.transpose(1, 2).flatten(2))
-        return out
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v)
 
 
 class InPlace(Strided):

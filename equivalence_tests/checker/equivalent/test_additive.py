@@ -20,8 +20,7 @@ class Adds(nn.Module):
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         both = self.of_query(queries)[:, :, None] + self.of_key(keys)[:, None]
-        scores: Tensor = self.energy(both.tanh()).squeeze(-1)
-        return scores
+        return self.energy(both.tanh()).squeeze(-1)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = self.scores(queries, keys)
@@ -71,8 +70,7 @@ def test_the_program_runs_with_the_users_weights_and_gives_them_back() -> None:
 class AddsWithoutTanh(Adds):
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         both = self.of_query(queries)[:, :, None] + self.of_key(keys)[:, None]
-        scores: Tensor = self.energy(both.relu()).squeeze(-1)
-        return scores
+        return self.energy(both.relu()).squeeze(-1)
 
 
 class AddsOverQueries(Adds):

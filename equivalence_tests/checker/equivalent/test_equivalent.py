@@ -22,7 +22,7 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.rotation import Rotation
 from equivalence_tests.checker.equivalent.steps import Step, not_called_again
 from equivalence_tests.checker.equivalent.writing import AttentionWriter
-from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.helpers_for_tests import changed, line_of, program_of, proof_holds, saved
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reach.subject import Adapter, subjects
@@ -30,6 +30,7 @@ from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.conventions import CONVENTIONS
 from equivalence_tests.checker.zoo.right import broken
+from equivalence_tests.checker.zoo.stages import Operands, SelfAttention
 from equivalence_tests.instruments.weights import randomize_parameters
 
 WIDTH, HEADS = 33, 3
@@ -52,29 +53,8 @@ assert not {"equivalence_tests", "scratch", "builtin"} & {name.partition(".")[0]
 """
 
 
-class Base(nn.Module):
+class Base(SelfAttention):
     """Attention of a sequence with itself, whose stages the classes below replace."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT / math.sqrt(q.size(-1))
-
-    def merge(self, context: Tensor) -> Tensor:
-        return context.transpose(1, 2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.operands(x)
-        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
 
 
 class SplitsTheOtherWay(Base):
@@ -92,7 +72,7 @@ class Grouped(Base):
         super().__init__(dim, heads)
         self.k, self.v = (nn.Linear(dim, dim // heads) for _ in range(2))
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         k, v = (f(x)[:, None].expand(-1, self.heads, -1, -1) for f in (self.k, self.v))
         return self.split(self.q(x)), k, v
 
@@ -126,7 +106,7 @@ class NormedBefore(Base):
         super().__init__(dim, heads)
         self.norm, self.q_norm, self.k_norm = nn.LayerNorm(dim), nn.RMSNorm(dim // heads), nn.RMSNorm(dim // heads)
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = super().operands(self.norm(x))
         return self.q_norm(q), self.k_norm(k), v
 
@@ -139,7 +119,7 @@ class Counted(Base):
         scores = self.scores(q, k)
         if lengths is not None:
             scores = self.hide(scores, torch.arange(k.size(-2)) >= lengths[:, None])
-        return self.o(self.merge(scores.softmax(-1) @ v))
+        return self.finish(scores.softmax(-1) @ v)
 
     def hide(self, scores: Tensor, hidden: Tensor) -> Tensor:
         return scores.masked_fill(hidden[:, None, None], -torch.inf)
@@ -230,7 +210,7 @@ class SquaresWeights(Base):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.operands(x)
         weights = self.scores(q, k).softmax(-1) ** 2
-        return self.o(self.merge(weights / weights.sum(-1, keepdim=True) @ v))
+        return self.finish(weights / weights.sum(-1, keepdim=True) @ v)
 
 
 class ScalesByAlmostNothing(Base):
@@ -255,22 +235,18 @@ class DoublesItsTokens(Base):
 
 class ProjectsTwice(Base):
     def forward(self, x: Tensor) -> Tensor:
-        return self.o(super().forward(x))
+        return self.out(super().forward(x))
 
 
 class SubtractsValues(Base):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.operands(x)
-        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v - v))
+        return self.finish(self.attend(q, k, v) - v)
 
 
 class GatedByWhatItProjects(Base):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.o(x).sigmoid()
-
-
-class MergesTheOtherWay(SplitsTheOtherWay):
-    merge = Base.merge
+        return super().forward(x) * self.out(x).sigmoid()
 
 
 class ExchangesHalves(Base):
@@ -280,13 +256,13 @@ class ExchangesHalves(Base):
 
 
 class FlipsTheFeaturesOfKeys(Base):
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = super().operands(x)
         return q, k.flip(-1), v
 
 
 class NormsKeysWithoutAGain(Base):
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = super().operands(x)
         return q, F.layer_norm(k, k.shape[-1:]), v
 
@@ -294,7 +270,7 @@ class NormsKeysWithoutAGain(Base):
 class NormsAllThree(Base):
     """Queries and keys may be normed; that says nothing for the values."""
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = (F.layer_norm(one, one.shape[-1:]) for one in super().operands(x))
         return q, k, v
 
@@ -304,7 +280,7 @@ class NormsBothAndProjectsKeysTwice(Base):
         super().__init__(dim, heads)
         self.q_norm, self.k_norm = nn.LayerNorm(dim // heads), nn.LayerNorm(dim // heads)
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         return self.q_norm(self.split(self.q(x))), self.k_norm(self.split(self.k(self.k(x)))), self.split(self.v(x))
 
 
@@ -323,7 +299,7 @@ class RemembersItsKeys(Base):
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = super().operands(x)
         if self.k_cache is not None and self.v_cache is not None:
             k, v = torch.cat([self.k_cache, k], 2), torch.cat([self.v_cache, v], 2)
@@ -335,8 +311,7 @@ def test_no_call_goes_on_from_the_one_before() -> None:
     report = verify(RemembersItsKeys)
     (never,) = report.not_exercised
     assert never.what.endswith("where `self.k_cache is not None` is true"), str(report)
-    assert report.equivalent is not None
-    assert report.equivalent.source
+    assert program_of(report)
 
 
 WRONG = (
@@ -346,7 +321,7 @@ WRONG = (
     ProjectsTwice,
     SubtractsValues,
     GatedByWhatItProjects,
-    MergesTheOtherWay,
+    changed(SplitsTheOtherWay, merge=Base.merge),
     ExchangesHalves,
     FlipsTheFeaturesOfKeys,
     NormsKeysWithoutAGain,
@@ -416,17 +391,13 @@ class ReturnsItsScores(Base):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k, v = self.operands(x)
         scores = self.scores(q, k)
-        return self.o(self.merge(scores.softmax(-1) @ v)), scores - self.less
+        return self.finish(scores.softmax(-1) @ v), scores - self.less
 
 
 class ReturnsMeanWeights(ReturnsItsScores):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         out, scores = super().forward(x)
         return out, scores.softmax(-1).mean((0, 1))
-
-
-class ReturnsOtherScores(ReturnsItsScores):
-    less = 1
 
 
 def test_an_equal_lists_each_step_of_its_program() -> None:
@@ -436,7 +407,7 @@ def test_an_equal_lists_each_step_of_its_program() -> None:
 
 def test_what_comes_back_beside_the_output_is_compared_too() -> None:
     assert verify(ReturnsItsScores).verdict == verify(ReturnsMeanWeights).verdict == "equal"
-    other = verify(ReturnsOtherScores)
+    other = verify(changed(ReturnsItsScores, less=1))
     assert (other.verdict, [one.what for one in other.not_exercised]) == ("partial", ["output 2"])
 
 
@@ -451,11 +422,9 @@ def test_slopes_are_alibi_by_their_numbers(slopes: tuple[float, ...], known: boo
 @pytest.mark.parametrize("name", ["context_mixes_tokens", "output_tokens_moved"])
 def test_torchs_values_put_in_prove_what_no_patch_puts_right(name: str, tmp_path: Path) -> None:
     mistake = named_mistake(name)
-    (tmp_path / "mine.py").write_text(broken(mistake.right, mistake.changes))
-    (finding,) = verify(f"{tmp_path / 'mine.py'}:Attention").findings
+    (finding,) = verify(saved(tmp_path, broken(mistake.right, mistake.changes), "Attention")).findings
     assert finding.name == name
-    assert finding.proof is not None
-    assert finding.proof.holds
+    assert proof_holds(finding)
 
 
 class AddsASquare(Base):
@@ -513,7 +482,7 @@ class ClassAttention(Base):
     def forward(self, x: Tensor) -> Tensor:
         first, (_, k, v) = x[:, 0], self.operands(x)
         context = self.scores(self.split(self.q(first[:, None])), k).softmax(-1) @ v
-        return self.o(self.merge(context * self.gate(first).sigmoid()[..., None, None]))[:, 0]
+        return self.finish(context * self.gate(first).sigmoid()[..., None, None])[:, 0]
 
 
 class Cuts(ClassAttention):
@@ -541,7 +510,7 @@ class CrossesWithItself(Base):
     def asked(self, x: Tensor, memory: Tensor) -> Tensor:
         _, k, v = self.operands(memory)
         q = self.split(self.q(self.norm(x)[:, :1]))
-        return x[:, :1] + self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
+        return x[:, :1] + self.finish(self.attend(q, k, v))
 
 
 class CrossesWithAnother(CrossesWithItself):
@@ -560,7 +529,7 @@ class Joins(Base):
     def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
         q, _, _ = self.operands(x)
         _, k, v = self.operands(torch.cat([more, x], 1))
-        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
+        return self.finish(self.attend(q, k, v))
 
 
 def test_streams_side_by_side_are_a_step_and_the_parameters_as_they_came_are_compared() -> None:
@@ -642,7 +611,7 @@ class HasASink(Base):
         q, k, v = self.operands(x)
         sinks = self.sinks.view(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), 1)
         weights = torch.cat([self.scores(q, k), sinks], -1).softmax(-1)[..., :-1]
-        return self.o(self.merge(weights @ v)), weights
+        return self.finish(weights @ v), weights
 
 
 def test_a_text_that_gives_other_numbers_than_the_program_is_no_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,13 +643,9 @@ class Adapted(Base):
         self.qkv = self.projects(dim, 3 * dim)
         del self.q, self.k, self.v
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = (self.split(one) for one in self.qkv(x).chunk(3, -1))
         return q, k, v
-
-
-class AdaptedByTheMean(Adapted):
-    projects = type("OfTheMean", (LowRank,), {"bent": lambda self, x: x + x.mean(1, keepdim=True)})
 
 
 @pytest.mark.parametrize(
@@ -699,12 +664,12 @@ def test_scales_caps_and_sinks_that_are_learnt_and_matrices_of_several_parameter
     report = verify(kind)
     assert report.verdict == "equal", str(report)
     assert report.intended, "what torch's formula does not have is listed"
-    assert report.equivalent is not None
-    assert step in report.equivalent.source, report.equivalent.source
+    assert step in program_of(report), program_of(report)
 
 
 def test_a_sub_module_that_mixes_tokens_projects_nothing() -> None:
-    assert verify(AdaptedByTheMean).verdict == "unchecked"
+    of_the_mean = changed(LowRank, bent=lambda _, x: x + x.mean(1, keepdim=True))
+    assert verify(changed(Adapted, projects=of_the_mean)).verdict == "unchecked"
 
 
 @pytest.mark.parametrize(
@@ -786,8 +751,7 @@ class WithoutBatch(Base):
         hidden = (1 - mask).bool().view(1, len(h), len(h))  # type: ignore[operator, union-attr]
         q, k, v = (t[0] for t in self.operands(h[None]))
         weights = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -torch.inf).softmax(-1)
-        out: Tensor = self.o((weights @ v).transpose(0, 1).flatten(1))
-        return out
+        return self.out((weights @ v).transpose(0, 1).flatten(1))
 
 
 def test_the_text_is_run_with_masks_of_the_form_that_it_takes() -> None:
@@ -816,7 +780,7 @@ class SharesKeys(Base):
         q = self.queries(x).unflatten(1, (self.groups, -1))
         k, v = (f(x).unflatten(-1, (self.groups, -1)).transpose(1, 2) for f in (self.k, self.v))
         weights = (torch.einsum("bghqd,bgkd->bghqk", q, k) / q.size(-1) ** 0.5).softmax(-1)
-        return self.o(self.merge(torch.einsum("bghqk,bgkd->bghqd", weights, v).flatten(1, 2)))
+        return self.finish(torch.einsum("bghqk,bgkd->bghqd", weights, v).flatten(1, 2))
 
 
 class PutsHeadsElsewhere(SharesKeys):
@@ -908,25 +872,25 @@ def test_an_argument_may_hold_queries_keys_and_values_in_this_order() -> None:
 class PacksItsProjections(nn.Module):
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
-        self.n_heads, self.packed, self.o = n_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.n_heads, self.packed, self.out = n_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = self.packed(x).chunk(3, -1)
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (one.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for one in self.operands(x))
-        return self.o(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
 class PacksKeysFirst(PacksItsProjections):
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         k, q, v = self.packed(x).chunk(3, -1)
         return q, k, v
 
 
 class AveragesWhatItCallsKeys(PacksItsProjections):
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         q, k, v = self.packed(x).chunk(3, -1)
         return q, v, k
 
@@ -934,7 +898,7 @@ class AveragesWhatItCallsKeys(PacksItsProjections):
 class AsksWithWhatItCallsKeys(PacksItsProjections):
     """Exchanges two names throughout: what lies first asks, as torch has it."""
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor) -> Operands:
         k, q, v = self.packed(x).chunk(3, -1)
         return k, q, v
 

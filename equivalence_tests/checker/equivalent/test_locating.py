@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.search import of_its_values
+from equivalence_tests.checker.helpers_for_tests import line_of, program_of, proof_holds
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.right import broken
 
@@ -37,19 +38,15 @@ def test_the_expression_is_blamed(line: str, instead: str, name: str, tmp_path: 
     report = verify(changed(tmp_path, (line, instead)))
     assert report.mistakes == (name,), str(report)
     (finding,) = report.findings
-    assert finding.line is not None
-    assert finding.line.text == instead
-    assert finding.proof is not None
-    assert finding.proof.holds
-    assert report.equivalent is not None
-    assert report.equivalent.source
+    assert line_of(finding) == instead
+    assert proof_holds(finding)
+    assert program_of(report)
 
 
 def test_tokens_that_are_moved_before_they_are_projected_are_found_there(tmp_path: Path) -> None:
     report = verify(changed(tmp_path, (PROJECTED, f"x = x.roll(1, 1)\n        {PROJECTED}")))
     assert report.mistakes == ("output_tokens_moved",)
-    assert report.findings[0].line is not None
-    assert report.findings[0].line.text == "x = x.roll(1, 1)"
+    assert line_of(report.findings[0]) == "x = x.roll(1, 1)"
     assert report.findings[0].is_proven
 
 

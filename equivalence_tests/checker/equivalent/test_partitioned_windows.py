@@ -3,17 +3,14 @@
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class AttendsInWindows(nn.Module):
+class AttendsInWindows(OneMatrix):
     """(batch, rows and columns of windows, height and width of each, features)."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.packed, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def windows(self, x: Tensor) -> Tensor:
         return x.reshape(-1, x.size(3) * x.size(4), x.size(5))
@@ -22,9 +19,7 @@ class AttendsInWindows(nn.Module):
         return attended.view_as(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.packed(self.windows(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.mT * q.size(-1) ** -0.5).softmax(-1)
-        return self.images(self.out((weights @ v).transpose(1, 2).flatten(2)), x)
+        return self.images(super().forward(self.windows(x)), x)
 
 
 class TakesPixelsOfOtherWindows(AttendsInWindows):

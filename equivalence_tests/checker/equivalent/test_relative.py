@@ -7,20 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.helpers_for_tests import line_of, proof_holds
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import SelfAttention
 
 
-class OfDistances(nn.Module):
+class OfDistances(SelfAttention):
     """Right: takes (1, 2 len - 1, features), from the farthest key ahead to the farthest behind or back."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.o, self.positions = (nn.Linear(dim, dim) for _ in range(5))
+        super().__init__(dim, num_heads)
+        self.positions = nn.Linear(dim, dim)
         self.of_keys, self.of_distances = (nn.Parameter(torch.zeros(num_heads, 1, dim // num_heads)) for _ in range(2))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def shifted(self, said: Tensor) -> Tensor:
         length = said.size(-2)
@@ -29,14 +27,13 @@ class OfDistances(nn.Module):
     def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
         return self.shifted((query + self.of_distances) @ self.split(self.positions(pos_emb)).mT)
 
-    def forward(self, x: Tensor, pos_emb: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = (self.split(project(x)) for project in (self.q, self.k, self.v))
+    def forward(self, x: Tensor, pos_emb: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        query, key, value = self.operands(x)
         scores = (query + self.of_keys) @ key.mT + self.of_positions(query, pos_emb)
         scores = scores / math.sqrt(query.size(-1))
         if mask is not None:
             scores = scores.masked_fill(mask[:, None] == 0, -torch.inf)
-        out: Tensor = self.o((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
-        return out
+        return self.finish(scores.softmax(-1) @ value)
 
 
 class OfPairs(OfDistances):
@@ -45,7 +42,7 @@ class OfPairs(OfDistances):
     meeting = "bhqd,qkhd->bhqk"
 
     def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
-        vectors = self.positions(pos_emb).unflatten(-1, (self.num_heads, -1))
+        vectors = self.positions(pos_emb).unflatten(-1, (self.heads, -1))
         return torch.einsum(self.meeting, query + self.of_distances, vectors)
 
 
@@ -109,7 +106,5 @@ def test_what_is_said_to_another_distance_is_not_equal() -> None:
 def test_what_another_query_says_is_named(made: type[OfDistances], line: str) -> None:
     (finding,) = verify(made).findings
     assert finding.name == "positions_of_another_query"
-    assert finding.proof is not None
-    assert finding.proof.holds
-    assert finding.line is not None
-    assert line in finding.line.text
+    assert proof_holds(finding)
+    assert line in line_of(finding)

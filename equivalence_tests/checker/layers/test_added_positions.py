@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from equivalence_tests.checker.helpers_for_tests import program_of, saved
 from equivalence_tests.checker.verify import verify
 
 TEXT = """
@@ -37,8 +38,7 @@ ELSEWHERE = (
 
 
 def test_positions_that_are_handed_over_may_be_added_to_queries_and_keys(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(TEXT, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, TEXT, "Layer"))
     assert report.verdict == "equal", str(report)
     assert not report.not_exercised, str(report)
     assert "query_pos and pos: added to the queries and keys of cross, not to its values" in " ".join(
@@ -48,8 +48,7 @@ def test_positions_that_are_handed_over_may_be_added_to_queries_and_keys(tmp_pat
 
 
 def test_one_file_with_both_layouts_is_no_plain_equal(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(f"{TEXT}\nOTHER = nn.LSTM(4, 2, batch_first=True)\n", encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, f"{TEXT}\nOTHER = nn.LSTM(4, 2, batch_first=True)\n", "Layer"))
     assert report.verdict == "partial", str(report)
     assert "it attends along the first axis" in " ".join(str(report).split())
 
@@ -58,8 +57,7 @@ def test_one_file_with_both_layouts_is_no_plain_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("old", "new"), ELSEWHERE)
 def test_positions_that_are_added_elsewhere_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
     assert old in TEXT
-    (tmp_path / "theirs.py").write_text(TEXT.replace(old, new), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, TEXT.replace(old, new), "Layer"))
     assert report.verdict in ("deviates", "unchecked"), str(report)
 
 
@@ -73,11 +71,9 @@ OPTIONAL += """
 
 
 def test_a_layer_that_may_do_without_positions_is_held_without_and_with_them(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(OPTIONAL, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, OPTIONAL, "Layer"))
     assert (report.verdict, report.not_exercised, len(report.intended)) == ("equal", [], 2), str(report)
-    assert report.equivalent is not None
-    assert "query_pos: Tensor" in report.equivalent.source
+    assert "query_pos: Tensor" in program_of(report)
     given = [one for one in report.coverage if one.what.endswith("pos")]
     assert [one.detail for one in given] == ["it was passed, and compared with a program of torch's parts"] * 2
 
@@ -96,16 +92,14 @@ def test_what_is_wrong_without_or_with_positions_is_not_passed_over(
     old: str, new: str, said: str, tmp_path: Path
 ) -> None:
     assert old in OPTIONAL
-    (tmp_path / "theirs.py").write_text(OPTIONAL.replace(old, new), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, OPTIONAL.replace(old, new), "Layer"))
     assert report.verdict in ("deviates", "unchecked"), str(report)
     blamed = [f"line {one.line.number}" for one in report.findings if one.line]
     assert said in report.reason or said in blamed, str(report)
 
 
 def test_positions_that_do_nothing_are_no_equal(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(OPTIONAL.replace("else x + pos", "else x"), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, OPTIONAL.replace("else x + pos", "else x"), "Layer"))
     assert report.verdict == "partial", str(report)
     assert {"pos", "query_pos"} <= {one.what for one in report.not_exercised}, str(report)
 
@@ -113,8 +107,7 @@ def test_positions_that_do_nothing_are_no_equal(tmp_path: Path) -> None:
 def test_positions_that_change_the_program_are_no_equal(tmp_path: Path) -> None:
     old, new = "return tgt + self.lin2", "return tgt if pos is not None else tgt + self.lin2"
     assert old in OPTIONAL
-    (tmp_path / "theirs.py").write_text(OPTIONAL.replace(old, new), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Layer")
+    report = verify(saved(tmp_path, OPTIONAL.replace(old, new), "Layer"))
     assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["pos", "query_pos"]), report
 
 
@@ -162,8 +155,7 @@ class Stack(nn.Module):
 def test_what_an_attention_does_with_positions_that_it_was_not_checked_with_is_no_equal(
     name: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "theirs.py").write_text(OWN, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:{name}")
+    report = verify(saved(tmp_path, OWN, name))
     assert report.verdict == "partial", str(report)
     assert any(one.what.startswith("pos of ") and one.what.endswith("attn") for one in report.not_exercised), str(
         report

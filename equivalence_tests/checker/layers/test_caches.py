@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.helpers_for_tests import line_of, saved
 from equivalence_tests.checker.verify import verify
 
 Cache = tuple[Tensor, Tensor]
@@ -280,8 +280,7 @@ KEPT = {
 
 def stale(folder: Path, form: tuple[str, ...], caller: str = "") -> str:
     names = ("arguments", "is_there", "old", "keeps", "back")
-    (folder / "mine.py").write_text(STALE.format(**dict(zip(names, form, strict=True))) + caller)
-    return f"{folder / 'mine.py'}:Attention"
+    return saved(folder, STALE.format(**dict(zip(names, form, strict=True))) + caller, "Attention")
 
 
 @pytest.mark.parametrize("form", RETURNED)

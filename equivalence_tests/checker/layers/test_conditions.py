@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent import calls
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.deciding import accuse_with_proof
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.layers.whole_beside import Conditions
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
@@ -36,8 +37,7 @@ def test_what_a_vector_of_the_sample_shifts_and_scales_is_intended() -> None:
 
 def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) -> None:
     text = FILE.read_text(encoding="utf-8").replace("gate2.unsqueeze(1) *", "c.unsqueeze(1) *")
-    (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock")
+    report = verify(saved(tmp_path, text, "ConditionedBlock"))
     assert report.verdict in ("deviates", "unchecked"), str(report)
     assert "a vector of its sample" in str(report)
 
@@ -45,8 +45,7 @@ def test_what_no_sub_module_makes_of_a_vector_is_not_intended(tmp_path: Path) ->
 @pytest.mark.thorough
 def test_a_gate_that_takes_part_twice_where_another_never_does_is_named(tmp_path: Path) -> None:
     text = FILE.read_text(encoding="utf-8").replace("gate2.unsqueeze(1) *", "gate1.unsqueeze(1) *")
-    (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:ConditionedBlock")
+    report = verify(saved(tmp_path, text, "ConditionedBlock"))
     assert report.verdict == "unchecked", str(report)
     assert "only part of the output of modulation.1 is used" in report.reason
 

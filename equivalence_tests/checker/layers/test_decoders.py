@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 WIDTH, LENGTH = 48, 32
 
@@ -170,8 +171,7 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(self.n3(x)))) + x
 
     def across(self, y: Tensor, context: Tensor) -> Tensor:
-        attended: Tensor = self.attn2(y, context, context)[0]
-        return attended
+        return self.attn2(y, context, context)[0]
 
 
 class Reversed(Block):
@@ -192,8 +192,7 @@ class Shares(Block):
     """Takes its self-attention for the other sequence too."""
 
     def across(self, y: Tensor, context: Tensor) -> Tensor:
-        attended: Tensor = self.attn1(y, context, context)[0]
-        return attended
+        return self.attn1(y, context, context)[0]
 
 
 def test_a_layer_is_compared_with_another_sequence_too() -> None:
@@ -273,21 +272,14 @@ class MayCross(nn.Module):
         return x + seen
 
 
-class OfTwo(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-
+class OfTwo(ThreeMatrices):
     def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         keys = x if xa is None else xa
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.query(x), self.key(keys), self.value(keys))
-        )
-        scores = q @ k.mT / q.size(-1) ** 0.5
+        q, k, v = self.projected(x, keys, keys)
+        scores = self.scores(q, k)
         if mask is not None:
             scores = scores.masked_fill(mask == 0, -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.finish(scores.softmax(-1) @ v)
 
 
 class LosesItsResidual(MayCross):
@@ -310,8 +302,7 @@ class AsksSecond(nn.Module):
         self.attention = nn.MultiheadAttention(d_model, nhead, batch_first=True)
 
     def forward(self, key: Tensor, query: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = self.attention(query, key, value)[0]
-        return found
+        return self.attention(query, key, value)[0]
 
 
 class AsksSecondLayer(nn.Module):

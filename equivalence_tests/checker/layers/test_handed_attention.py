@@ -35,8 +35,7 @@ class AttentionLayer(nn.Module):
         pairs = ((self.q, queries), (self.k, keys), (self.v, values))
         context = self.inner(*(f(x).unflatten(-1, (self.n_heads, -1)) for f, x in pairs), attn_mask)
         context = context.transpose(1, 2).contiguous() if self.mix else context
-        attended: Tensor = self.out(context.reshape(*queries.shape))
-        return attended
+        return self.out(context.reshape(*queries.shape))
 
 
 class EncoderLayer(nn.Module):
@@ -51,8 +50,7 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         x = self.norm1(x + self.attention(x, x, x, attn_mask))
         y = self.conv2(torch.relu(self.conv1(self.turned(x)))).transpose(1, 2)
-        encoded: Tensor = self.norm2(x + y)
-        return encoded
+        return self.norm2(x + y)
 
     def turned(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)

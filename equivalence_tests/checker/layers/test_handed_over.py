@@ -33,8 +33,7 @@ class Attention(nn.Module):
         q, k = (y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin for y in (q, k))
         hidden = x.new_ones(x.size(1), x.size(1)).triu(1).bool()
         scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
-        attended: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return attended
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -47,8 +46,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        encoded: Tensor = x + self.mlp(self.norm2(x))
-        return encoded
+        return x + self.mlp(self.norm2(x))
 
 
 class Model(nn.Module):
@@ -74,8 +72,7 @@ class Model(nn.Module):
         x, angles = self.tokens(ids), self.angles[: ids.size(1)]
         for block in self.blocks:
             x = block(x, angles.cos(), angles.sin())
-        logits: Tensor = self.head(self.norm(x).to(self.settings.dtype))
-        return logits
+        return self.head(self.norm(x).to(self.settings.dtype))
 
 
 class OtherPairs(Model):
@@ -131,8 +128,7 @@ class Taught(nn.Module):
         self.decoder = nn.TransformerDecoderLayer(d_model, 3, 40, batch_first=True)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self.tokens(ids) + self.places(torch.arange(ids.size(1)))
-        return embedded
+        return self.tokens(ids) + self.places(torch.arange(ids.size(1)))
 
     def of_memory(self, padding: Tensor | None) -> Tensor | None:
         return padding

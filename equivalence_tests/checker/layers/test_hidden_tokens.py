@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.helpers_for_tests import report_on
 from equivalence_tests.checker.layers.whole_beside import Hidden
 from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
@@ -73,12 +74,6 @@ class Tagger(nn.Module):
         return self.head(self.layer(x))
 """
 )
-
-
-def report_on(text: str, name: str, folder: Path) -> str:
-    (folder / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{folder / 'theirs.py'}:{name}")
-    return f"{report.verdict}: {' '.join(str(report).split())}"
 
 
 @pytest.mark.sampled(2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.helpers_for_tests import report_on
 
 INDUCED = """
 
@@ -50,12 +50,6 @@ WRONG = (
     ("self.second(x, self.first(self.points.expand(len(x), -1, -1), x))",
      "self.second(x, self.first(self.points.expand(len(x), -1, -1), x).flip(1) - self.points)"),
 )  # fmt: skip
-
-
-def report_on(text: str, name: str, folder: Path) -> str:
-    (folder / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{folder / 'theirs.py'}:{name}")
-    return f"{report.verdict}: {' '.join(str(report).split())}"
 
 
 def test_learnt_points_may_ask_a_set_and_the_set_them(tmp_path: Path) -> None:

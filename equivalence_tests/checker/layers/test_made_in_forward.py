@@ -29,8 +29,7 @@ class Model(nn.Module):
         self.layer = nn.TransformerEncoderLayer(d_model, n_heads, 3 * d_model, batch_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        encoded: Tensor = self.layer(self.embed(ids) + self.positions(ids.size(1), ids.device))
-        return encoded
+        return self.layer(self.embed(ids) + self.positions(ids.size(1), ids.device))
 
 
 class TimedModel(nn.Module):
@@ -46,8 +45,7 @@ class TimedModel(nn.Module):
         rates = torch.exp(torch.arange(self.dim // 2, dtype=torch.float32, device=t.device) / self.dim)
         angles = t[:, None].float() * rates
         steps = self.time(torch.cat([angles.cos(), angles.sin()], -1))
-        encoded: Tensor = self.layer(self.embed(x) + steps[:, None])
-        return encoded
+        return self.layer(self.embed(x) + steps[:, None])
 
 
 def test_a_table_that_each_call_writes_is_written_down_at_a_width_that_it_takes() -> None:

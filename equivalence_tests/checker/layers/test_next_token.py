@@ -11,6 +11,7 @@ from equivalence_tests.checker.layers.models import SEES_ALL
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model
 from equivalence_tests.checker.zoo import layers
+from equivalence_tests.checker.zoo.stages import OneMatrix, ThreeMatrices
 
 
 class Reads(nn.Module):
@@ -23,14 +24,12 @@ class Reads(nn.Module):
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.read(ids))
-        return logits
+        return self.head(self.read(ids))
 
     def read(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """The stage that others replace."""
         embedded = self.embedding(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
-        found: Tensor = self.layer(embedded, src_mask=mask)
-        return found
+        return self.layer(embedded, src_mask=mask)
 
 
 class SentenceModel(Reads):
@@ -68,8 +67,7 @@ class LastLogitsModel(AppendsModel):
     """What comes back is of the last token alone."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.read(ids)[:, [-1]])
-        return logits
+        return self.head(self.read(ids)[:, [-1]])
 
 
 class ShiftsModel(Reads):
@@ -84,16 +82,14 @@ class ForgetsItsMaskModel(AppendsModel):
     """It takes a mask, and hands none over where it generates."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.read(ids, mask))
-        return logits
+        return self.head(self.read(ids, mask))
 
 
 class LeftToCallersGPT(Reads):
     """Right, and said: whoever calls it hands a mask over."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.read(ids, mask))
-        return logits
+        return self.head(self.read(ids, mask))
 
 
 @pytest.mark.parametrize(
@@ -148,20 +144,10 @@ class TranslatingTransformer(nn.Module):
         return F.linear(x + self.cross(x, memory, src_mask), self.embedding.weight)
 
 
-class Attends(nn.Module):
-    def __init__(self, d_model: int, n_heads: int) -> None:
-        super().__init__()
-        self.n_heads = n_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
-
+class Attends(ThreeMatrices):
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            made.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-            for made in (self.q(x), self.k(memory), self.v(memory))
-        )
-        scores = (q @ k.mT / k.size(-1) ** 0.5).masked_fill(mask == 0, -1e9)
-        attended: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return attended
+        q, k, v = self.projected(x, memory, memory)
+        return self.finish(self.scores(q, k).masked_fill(mask == 0, -1e9).softmax(-1) @ v)
 
 
 def test_a_mask_is_given_in_a_form_that_other_lengths_have_too() -> None:
@@ -172,16 +158,9 @@ def test_a_mask_is_given_in_a_form_that_other_lengths_have_too() -> None:
     assert patterns["src_mask"] == "keys", patterns  # it hides keys from both sequences
 
 
-class CausalAttention(nn.Module):
-    def __init__(self, d_model: int, n_heads: int) -> None:
-        super().__init__()
-        self.n_heads = n_heads
-        self.qkv, self.out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        attended: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return attended
+class CausalAttention(OneMatrix):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Block(nn.Module):
@@ -208,12 +187,10 @@ class NormedGPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.block(self.embedding(ids) + self.positions(torch.arange(ids.size(1))))
-        logits: Tensor = self.head(self.last(x))
-        return logits
+        return self.head(self.last(x))
 
     def last(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.norm(x)
-        return normed
+        return self.norm(x)
 
 
 class ForgetsItsNormGPT(NormedGPT):
@@ -296,8 +273,7 @@ class MakesItsMasks(layers.TranslationModel):
         memory, x = self.encode(self.embed(src)), self.embed(tgt)
         for layer in self.decoder_layers:
             x = layer(x, memory, tgt_mask=tgt_mask)
-        logits: Tensor = self.head(self.last_norm(x))
-        return logits
+        return self.head(self.last_norm(x))
 
     def made(self, tgt: Tensor) -> Tensor:
         return (tgt == 0).any(0)[None, :].repeat(tgt.size(1), 1)
@@ -313,8 +289,7 @@ class LeavesItToItsCallers(MakesItsMasks):
         memory, x = self.encode(self.embed(src)), self.embed(tgt)
         for layer in self.decoder_layers:
             x = layer(x, memory, tgt_mask=tgt_mask)
-        logits: Tensor = self.head(self.last_norm(x))
-        return logits
+        return self.head(self.last_norm(x))
 
 
 def test_a_mask_that_a_model_makes_where_none_is_passed_has_to_hide_the_future() -> None:

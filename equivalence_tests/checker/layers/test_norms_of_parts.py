@@ -6,17 +6,13 @@ import pytest
 from torch import Tensor, nn
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Attention(nn.Module):
+class Attention(OneMatrix):
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
 
 
 class FeedForward(nn.Module):

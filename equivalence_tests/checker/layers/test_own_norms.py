@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from equivalence_tests.checker.helpers_for_tests import report_on, saved
 from equivalence_tests.checker.verify import verify
 
 TEXT = """
@@ -60,12 +61,6 @@ MODULES = MODULES.replace(
     "self.attn = Heads(dim, heads)", "self.attn, self.norm = Heads(dim, heads), nn.LayerNorm(dim)"
 )
 MODULES = MODULES.replace("h = norm(x)", "h = self.norm(x)")
-
-
-def report_on(text: str, name: str, folder: Path) -> str:
-    (folder / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{folder / 'theirs.py'}:{name}")
-    return f"{report.verdict}: {' '.join(str(report).split())}"
 
 
 @pytest.mark.sampled(3)
@@ -191,8 +186,7 @@ OTHER_SERIES = (
 
 
 def test_each_series_may_be_a_token(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(SERIES, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Model")
+    report = verify(saved(tmp_path, SERIES, "Model"))
     assert report.verdict == "equal", str(report)
     assert "embedding.value takes features for tokens. Intended: the name Inverted" in " ".join(str(report).split())
 
@@ -201,8 +195,7 @@ def test_each_series_may_be_a_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("old", "new"), OTHER_SERIES)
 def test_other_series_are_not_passed_over(old: str, new: str, tmp_path: Path) -> None:
     assert old in SERIES
-    (tmp_path / "theirs.py").write_text(SERIES.replace(old, new), encoding="utf-8")
-    assert verify(f"{tmp_path / 'theirs.py'}:Model").verdict in ("deviates", "unchecked")
+    assert verify(saved(tmp_path, SERIES.replace(old, new), "Model")).verdict in ("deviates", "unchecked")
 
 
 ANNOTATED = """

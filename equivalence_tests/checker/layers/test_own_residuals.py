@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.verify import verify
 
 TEXT = """
@@ -44,8 +45,7 @@ def report_on(added: str, wiring: tuple[str, str], folder: Path) -> str:
         text = text.replace("self.norm1, self.norm2 = nn.LayerNorm(embed_dim), ", "self.norm2 = ")
         text = text.replace("for _ in range(4))", f"for _ in range(4))\n        self.norm = {norm}")
         text = text.replace("(f(x).unflatten", "(f(self.norm(x)).unflatten")
-    (folder / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{folder / 'theirs.py'}:Block")
+    report = verify(saved(folder, text, "Block"))
     lines = [one.line.text.strip() for one in report.findings if one.line is not None]
     return f"{report.verdict} {report.mistakes} {lines} {report.reason}"
 
@@ -116,8 +116,7 @@ class DecoderBlock(nn.Module):
 def test_a_layer_may_project_for_its_attentions_and_add_in_a_class_of_its_own(
     right: str, wrong: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "theirs.py").write_text(OUTSIDE.replace(right, wrong), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:DecoderBlock")
+    report = verify(saved(tmp_path, OUTSIDE.replace(right, wrong), "DecoderBlock"))
     if not right:
         assert report.verdict == "equal", str(report)
         return
@@ -154,8 +153,7 @@ class DecoderLayer(nn.Module):
 )
 def test_each_of_three_masks_may_have_a_shape_of_its_own(right: str, wrong: str, tmp_path: Path) -> None:
     text = MASKS.replace(right, f"{wrong}.expand(batch, -1, -1)") if right else MASKS
-    (tmp_path / "theirs.py").write_text(text, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:DecoderLayer")
+    report = verify(saved(tmp_path, text, "DecoderLayer"))
     assert report.verdict == ("deviates" if right else "equal"), str(report)
     assert not right or "mask_never_used" in report.mistakes
 
@@ -217,14 +215,12 @@ class Stack(nn.Module):
 
 
 def test_an_attention_that_nothing_calls_is_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(IDLE, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Block")
+    report = verify(saved(tmp_path, IDLE, "Block"))
     assert report.mistakes == ("sublayer_unused",), str(report)
 
 
 def test_tokens_that_change_places_in_each_of_two_layers_are_not_equal(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(TURNED, encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Stack")
+    report = verify(saved(tmp_path, TURNED, "Stack"))
     assert report.verdict in ("unchecked", "deviates"), str(report)
 
 
@@ -241,7 +237,6 @@ def test_tokens_that_change_places_in_each_of_two_layers_are_not_equal(tmp_path:
 def test_layers_that_nothing_calls_and_a_memory_that_changes_nothing_are_not_equal(
     layers: str, verdict: str, mistakes: tuple[str, ...], left: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "theirs.py").write_text(NEVER_CALLED.replace("LAYERS", layers), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Stack")
+    report = verify(saved(tmp_path, NEVER_CALLED.replace("LAYERS", layers), "Stack"))
     assert (report.verdict, report.mistakes) == (verdict, mistakes), str(report)
     assert [one.what for one in report.not_exercised] == left, str(report)

@@ -8,33 +8,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.helpers_for_tests import changed, line_of, saved
 from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_values import places_of
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 
 
-class Causal(nn.Module):
+class Causal(OneMatrix):
     """Causal by a triangle that it keeps, whatever mask it is given beside."""
 
     def __init__(self, embed_dim: int, num_heads: int, max_len: int) -> None:
-        super().__init__()
-        self.num_heads, self.packed, self.out = (
-            num_heads,
-            nn.Linear(embed_dim, 3 * embed_dim),
-            nn.Linear(embed_dim, embed_dim),
-        )
+        super().__init__(embed_dim, num_heads)
         self.register_buffer("triangle", torch.ones(max_len, max_len).tril())
 
     def seen(self, length: int) -> Tensor:
         return self.triangle[:length, :length]  # type: ignore[index]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        scores = scores.masked_fill(self.seen(x.size(1)) == 0, -torch.inf)
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k).masked_fill(self.seen(x.size(1)) == 0, -torch.inf)
         scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.finish(scores.softmax(-1) @ v)
 
 
 class CutsTheLastRows(Causal):
@@ -49,19 +44,17 @@ def test_a_triangle_that_takes_part_and_hides_nothing_is_named_beside_a_mask_arg
     assert "self.triangle[-length:, :length]" in line_of(report.findings[0])
 
 
-class DropsBesideAMap(nn.Module):
+class DropsBesideAMap(OneMatrix):
     """Returns a map that a second softmax makes, behind the dropout of the weights."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.packed = num_heads, nn.Linear(embed_dim, 3 * embed_dim)
-        self.out, self.dropout = nn.Linear(embed_dim, embed_dim), nn.Dropout(0.3)
+        super().__init__(embed_dim, num_heads)
+        self.dropout = nn.Dropout(0.3)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        context = self.dropout(scores.softmax(-1)) @ v
-        return self.out(context.transpose(1, 2).flatten(2)), scores.softmax(-1).mean(1)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
+        return self.finish(self.dropout(scores.softmax(-1)) @ v), scores.softmax(-1).mean(1)
 
 
 def test_a_second_softmax_behind_the_dropout_says_nothing_of_the_first() -> None:
@@ -136,12 +129,8 @@ class LengthFirst(nn.Module):
         return self.encoder((x + self.positions(x)).transpose(0, 1))
 
 
-class AddsItsTokensTwice(LengthFirst):
-    alone = False
-
-
 def test_tokens_that_are_added_once_more_to_what_has_positions_are_a_step() -> None:
-    right, wrong = verify(lambda: LengthFirst(29, 24, 3)), verify(lambda: AddsItsTokensTwice(29, 24, 3))
+    right, wrong = verify(lambda: LengthFirst(29, 24, 3)), verify(lambda: changed(LengthFirst, alone=False)(29, 24, 3))
     assert right.verdict == "equal", str(right)
     assert wrong.verdict == "unchecked", str(wrong)
     assert "is added to its output once more" in " ".join(wrong.reason.split())
@@ -235,8 +224,7 @@ class LayerNorm(Base):
 def test_a_class_of_numpy_that_is_called_by_the_class_above_runs_in_torchs_functions(
     name: str, never: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text(OF_NUMPY)
-    report = verify(f"{tmp_path / 'mine.py'}:{name}")
+    report = verify(saved(tmp_path, OF_NUMPY, name))
     assert report.equivalent is not None, str(report)
     assert report.equivalent.agrees
     assert [one.what.partition("where ")[2] for one in report.not_exercised] == never
@@ -246,8 +234,7 @@ def test_a_class_of_numpy_that_is_called_by_the_class_above_runs_in_torchs_funct
     "change", [("/ np.sqrt(query.shape[-1])", ""), ("axis=-1, keepdims=True), value", "axis=-2, keepdims=True), value")]
 )
 def test_a_class_of_numpy_is_found_out(change: tuple[str, str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OF_NUMPY.replace(*change))
-    assert verify(f"{tmp_path / 'mine.py'}:Attention").verdict == "deviates"
+    assert verify(saved(tmp_path, OF_NUMPY.replace(*change), "Attention")).verdict == "deviates"
 
 
 WITH_WEIGHTS = """import numpy as np
@@ -284,8 +271,7 @@ class MultiHeadAttention:
     ],
 )
 def test_a_class_of_numpy_holds_its_weights(change: tuple[str, str], verdict: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WITH_WEIGHTS.replace(*change))
-    report = verify(f"{tmp_path / 'mine.py'}:MultiHeadAttention")
+    report = verify(saved(tmp_path, WITH_WEIGHTS.replace(*change), "MultiHeadAttention"))
     assert report.verdict == verdict, str(report)
 
 
@@ -303,19 +289,13 @@ class Rotary(nn.Module):
         return x * angles.cos() + torch.cat((-halves[1], halves[0]), -1) * angles.sin()
 
 
-class IsHandedARotary(nn.Module):
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.packed = num_heads, nn.Linear(embed_dim, 3 * embed_dim)
-        self.out = nn.Linear(embed_dim, embed_dim)
-
+class IsHandedARotary(OneMatrix):
     def keys(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:
         return rope(x, position_ids)
 
-    def forward(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(rope(q, position_ids), self.keys(k, rope, position_ids), v)
-        return self.out(attended.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, rope: Rotary, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        return self.finish(self.attend(rope(q, position_ids), self.keys(k, rope, position_ids), v))
 
 
 class RotatesQueriesAlone(IsHandedARotary):
@@ -340,16 +320,16 @@ def test_a_file_in_a_package_may_have_its_name(tmp_path: Path) -> None:
     assert verify(f"{tmp_path / 'net' / 'mine.py'}:attention").verdict == "equal"
 
 
-class Sharpened(IsHandedARotary):
+class Sharpened(OneMatrix):
     """Multiplies queries and keys behind their norms by a number of its own."""
 
     def by(self, x: Tensor) -> float:
         return 1.2
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
         q, k = (F.rms_norm(y, (y.size(-1),)) * self.by(y) for y in (q, k))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.finish(self.attend(q, k, v))
 
 
 class ScaledOnceMore(Sharpened):

@@ -19,12 +19,14 @@ from equivalence_tests.__main__ import app
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.texts import text
+from equivalence_tests.checker.helpers_for_tests import changed, program_of, proof_holds, saved
 from equivalence_tests.checker.layers.whole_scopes import Scope
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import like
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import OneMatrix
 from equivalence_tests.instruments.weights import randomize_parameters
 from equivalence_tests.wrong import fixed_layers
 from equivalence_tests.wrong.editing import Version
@@ -67,15 +69,14 @@ def steps_of(module: nn.Module, given: dict[str, Any]) -> list[Step]:
     return Follower(module, run.recorder, kinds, masks).steps(list(tensors_in((run.output,))))
 
 
-def saved(right: Right, folder: Path) -> str:
+def written(right: Right, folder: Path) -> str:
     """Write the program of a right one into a file, and beside it what the user's own code gives."""
     module = built(right, right.text, folder)
     randomize_parameters(module)
     report = verify(module)
     assert report.verdict == "equal", str(report)
-    assert report.equivalent is not None
     path = folder / f"{right.name}_in_torch.py"
-    path.write_text(report.equivalent.source)
+    path.write_text(program_of(report))
     calls = [(given, module(**given).detach()) for given in right.drawn(5, 7)]
     torch.save({"state": module.state_dict(), "calls": calls}, f"{path}.pt")
     return str(path)
@@ -90,7 +91,7 @@ def _in_float64() -> Any:
 
 @pytest.mark.thorough
 def test_the_program_of_a_whole_runs_alone_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    paths = [saved(RIGHT[name], tmp_path) for name in ("PostNormLayer", "GatedBlock", "CrossLayer", "Gpt")]
+    paths = [written(RIGHT[name], tmp_path) for name in ("PostNormLayer", "GatedBlock", "CrossLayer", "Gpt")]
     run = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=False)
     assert not run.returncode, run.stderr
 
@@ -146,8 +147,7 @@ def test_the_expression_without_which_it_is_torchs_is_blamed(name: str, blamed: 
     (finding,) = report.findings
     assert finding.line is not None
     assert finding.line.number in version.lines
-    assert finding.proof is not None
-    assert finding.proof.holds
+    assert proof_holds(finding)
 
 
 def test_a_feed_forward_that_never_runs_is_named(tmp_path: Path) -> None:
@@ -219,17 +219,15 @@ def test_a_matrix_beside_what_is_given_is_a_sublayer(tmp_path: Path) -> None:
     assert said["added alone is a sublayer"] == "the sub-module added"
 
 
-class NormalisesItself(nn.Module):
+class NormalisesItself(OneMatrix):
     """An attention with a norm of its own, which is intended."""
 
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm, self.qkv = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return super().forward(self.norm(x))
 
 
 class AroundIt(nn.Module):
@@ -330,17 +328,9 @@ class SharpenedGelu(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-class CausalAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
+class CausalAttention(OneMatrix):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        attended: Tensor = self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-        )
-        return attended
+        return self.finish(F.scaled_dot_product_attention(*self.operands(x), is_causal=causal))
 
 
 @dataclass
@@ -362,8 +352,7 @@ class ClipLayer(nn.Module):
         return Encoded(x + self.down(self.act(self.up(self.parts["norm"](x)))))
 
     def act(self, x: Tensor) -> Tensor:
-        activated: Tensor = self.parts["act"](x)
-        return activated
+        return self.parts["act"](x)
 
 
 class GatedByAnother(ClipLayer):
@@ -374,8 +363,7 @@ class GatedByAnother(ClipLayer):
 def test_what_is_asked_of_a_part_and_activations_written_out_are_followed() -> None:
     report = verify(ClipLayer)
     assert report.verdict == "equal", str(report)
-    assert report.equivalent is not None
-    assert ".triu(1)" in report.equivalent.source
+    assert ".triu(1)" in program_of(report)
     assert verify(GatedByAnother).verdict == "unchecked"
 
 
@@ -401,8 +389,7 @@ class Residual(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        added: Tensor = x + self.dropout(sublayer(self.norm(x)))
-        return added
+        return x + self.dropout(sublayer(self.norm(x)))
 
 
 class HandsItsSublayersOver(nn.Module):
@@ -419,8 +406,7 @@ class HandsItsSublayersOver(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.around_attn(x, lambda y: self.attn(y, y, self.values(y), need_weights=False)[0])
-        added: Tensor = self.residual_ffn(x, self.ffn)
-        return added
+        return self.residual_ffn(x, self.ffn)
 
 
 class RollsItsValues(HandsItsSublayersOver):
@@ -431,8 +417,7 @@ class RollsItsValues(HandsItsSublayersOver):
 def test_residual_connections_that_are_given_their_sublayer_are_written_where_they_are_called() -> None:
     report = verify(HandsItsSublayersOver)
     assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
-    assert report.equivalent is not None
-    assert "self.around_attn = nn.Module()" in report.equivalent.source
+    assert "self.around_attn = nn.Module()" in program_of(report)
     assert verify(RollsItsValues).mistakes == ("changed_by_roll",)
 
 
@@ -444,8 +429,7 @@ class FirstPlaces(nn.Module):
         self.table = nn.Embedding(64, d_model)
 
     def forward(self, count: int) -> Tensor:
-        found: Tensor = self.table(torch.arange(count))
-        return found
+        return self.table(torch.arange(count))
 
 
 class CastsItsIds(nn.Module):
@@ -457,12 +441,10 @@ class CastsItsIds(nn.Module):
         self.layer = nn.TransformerEncoderLayer(d_model, 3, 40, batch_first=True)
 
     def tokens(self, ids: Tensor) -> Tensor:
-        tokens: Tensor = self.embedding(ids.long()) + self.places(ids.size(1))
-        return tokens
+        return self.embedding(ids.long()) + self.places(ids.size(1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        encoded: Tensor = self.layer(self.tokens(ids))
-        return encoded
+        return self.layer(self.tokens(ids))
 
 
 class RoundsItsTokens(CastsItsIds):
@@ -598,8 +580,7 @@ class Neighbours(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.glu(self.widen(self.norm(x).mT), dim=1)
-        found: Tensor = self.narrow(F.silu(self.batch(self.depthwise(y)))).mT
-        return found
+        return self.narrow(F.silu(self.batch(self.depthwise(y)))).mT
 
 
 class ConformerLayer(nn.Module):
@@ -653,10 +634,6 @@ class ResidualTwice(ConformerOfResiduals):
         return x + super().mixed(x, y)
 
 
-class WholeStepAtTheEnd(ConformerLayer):
-    step = 1.0
-
-
 class ConvolutionWithoutResidual(ConformerLayer):
     def mixed(self, x: Tensor, _: Tensor) -> Tensor:
         return self.convolution(x)
@@ -680,7 +657,7 @@ def test_a_conformer_is_followed() -> None:
 @pytest.mark.parametrize(
     ("wrong", "mistakes"),
     [
-        (WholeStepAtTheEnd, ()),
+        (changed(ConformerLayer, step=1.0), ()),
         (ConvolutionWithoutResidual, ("residual_missing",)),
         (ConvolutionOfWhatWasAttended, ()),
         (ResidualTwice, ("residual_added_twice",)),
@@ -732,8 +709,7 @@ OTHERWISE = (
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("old", "new", "said"), OTHERWISE, ids=[new for _, new, _ in OTHERWISE])
 def test_what_a_model_does_to_its_tokens_is_said(old: str, new: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(IMAGES.replace(old, new), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Images")
+    report = verify(saved(tmp_path, IMAGES.replace(old, new), "Images"))
     located = "deviates" if "is not part of" in said else "unchecked"
     assert report.verdict == (located if said else "equal"), str(report)
     assert said in " ".join(str(report).split())
@@ -760,16 +736,14 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize(("joined", "verdict"), [("", "equal"), (".flip(1)", "deviates")])
 def test_embeddings_of_two_ids_of_each_token_are_joined(joined: str, verdict: str, tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(PAIRS.replace("JOINED", joined), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Pairs")  # whose width has to be even
+    report = verify(saved(tmp_path, PAIRS.replace("JOINED", joined), "Pairs"))  # whose width has to be even
     assert report.verdict == verdict, str(report)
 
 
 def test_tables_of_positions_may_be_added_up_first(tmp_path: Path) -> None:
     text = PAIRS.replace("JOINED", "").replace("self.places = ", "self.more, self.places = nn.Embedding(64, dim), ")
     places = "(self.places(n := torch.arange(x.size(1), device=x.device)) + self.more(n))"
-    (tmp_path / "theirs.py").write_text(text.replace("self.places.weight[: x.size(1)]", places), encoding="utf-8")
-    report = verify(f"{tmp_path / 'theirs.py'}:Pairs")
+    report = verify(saved(tmp_path, text.replace("self.places.weight[: x.size(1)]", places), "Pairs"))
     assert report.verdict == "equal", str(report)
 
 
@@ -795,14 +769,12 @@ def test_parameters_may_be_looked_up_and_multiplied(tmp_path: Path) -> None:
         ("tokens.size(1)]", "equal"),
         ("len(tokens), None]", "deviates"),
     ):
-        (tmp_path / "theirs.py").write_text(OF_PARAMETERS.replace("PLACES", f"self.places[: {end}"), encoding="utf-8")
-        report = verify(f"{tmp_path / 'theirs.py'}:Words")
+        report = verify(saved(tmp_path, OF_PARAMETERS.replace("PLACES", f"self.places[: {end}"), "Words"))
         assert report.verdict == verdict, str(report)
 
 
 def test_padding_of_ids_that_a_parameter_knows_is_tried(tmp_path: Path) -> None:
     padded = OF_PARAMETERS.replace("PLACES)", "self.places[: tokens.size(1)], src_key_padding_mask=tokens HIDES 0)")
     for hides, verdict in (("==", "equal"), ("!=", "deviates")):
-        (tmp_path / "theirs.py").write_text(padded.replace("HIDES", hides), encoding="utf-8")
-        report = verify(f"{tmp_path / 'theirs.py'}:Words")
+        report = verify(saved(tmp_path, padded.replace("HIDES", hides), "Words"))
         assert report.verdict == verdict, str(report)

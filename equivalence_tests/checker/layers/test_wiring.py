@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.helpers_for_tests import changed, line_of
 from equivalence_tests.checker.layers import wholes
 from equivalence_tests.checker.parts.kinds import atoms_of, kind_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import layers
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
 @pytest.mark.parametrize("found", layers.CORRECT, ids=lambda found: found.__name__)
@@ -55,14 +57,10 @@ class ShiftedLayer(layers.SequentialFeedForwardLayer):
         return x + self.mlp(self.ln_2(x))
 
 
-class NotShiftedBackLayer(ShiftedLayer):
-    back = 0
-
-
 def test_tokens_that_are_moved_before_an_attention_and_back_after_it_are_followed() -> None:
     report = verify(ShiftedLayer)
     assert report.verdict == "equal", str(report)
-    assert verify(NotShiftedBackLayer).mistakes == ("changed_by_roll",)
+    assert verify(changed(ShiftedLayer, back=0)).mistakes == ("changed_by_roll",)
 
 
 class ReZeroLayer(layers.SequentialFeedForwardLayer):
@@ -410,10 +408,6 @@ class SeriesModel(nn.Module):
         return x + self.pos_embedding
 
 
-class MixedSeriesModel(SeriesModel):
-    batch_first = False
-
-
 class UnorderedSeriesModel(SeriesModel):
     def place(self, x: Tensor) -> Tensor:
         return x + self.pos_embedding[:, :1]
@@ -517,7 +511,7 @@ class DropsBlocksInEval(SeriesModel):
         (ForgetsABlock(), ("part_never_used",)),
         (DropsBlocksInEval(6, 24, 4), ("random_in_eval",)),
         (SeriesModel(6, 24, 4), ()),
-        (MixedSeriesModel(6, 24, 4), ("samples_mixed",)),
+        (changed(SeriesModel, batch_first=False)(6, 24, 4), ("samples_mixed",)),
         (UnorderedSeriesModel(6, 24, 4), ("no_positions",)),
         (ImageModel(), ()),
         (UnorderedImageModel(), ("no_positions",)),
@@ -613,8 +607,7 @@ def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
     assert ("the model: an output reads", "no later token (GPT)", "") in report.conventions
     (finding,) = verify(OneRowCausalModel).findings
     assert finding.name == "no_positions"
-    assert finding.line is not None
-    assert finding.line.text == "return self.pe[0]"
+    assert line_of(finding) == "return self.pe[0]"
     assert verify(TransposedCausalModel).mistakes == ("causal_mask_inverted",)  # and not that the future is seen
 
 
@@ -1020,8 +1013,7 @@ class RawValuesLayer(layers.SequentialFeedForwardLayer):
 def test_queries_keys_and_values_of_a_layer_are_all_normalised_or_none() -> None:
     report = verify(RawValuesLayer)
     assert report.mistakes == ("sublayer_reads_another_tensor",), str(report)
-    assert report.findings[0].line is not None
-    assert "self.attn(y, y, x)" in report.findings[0].line.text
+    assert "self.attn(y, y, x)" in line_of(report.findings[0])
     assert report.findings[0].proof is not None
     rows = {what: here for what, here, _ in verify(layers.SequentialFeedForwardLayer).conventions}
     assert rows["layer: wiring"] == "pre-norm, x + f(LayerNorm(x)), around attn, mlp"
@@ -1097,8 +1089,7 @@ def test_a_layer_whose_samples_meet_in_every_call_mixes_batch_and_length() -> No
     assert verify(ConditionedLayer).findings == []
     (finding,) = verify(ConditionedAlongSamples).findings
     assert finding.name == "samples_mixed"
-    assert finding.line is not None
-    assert "nn.MultiheadAttention(d_model, n_heads)" in finding.line.text
+    assert "nn.MultiheadAttention(d_model, n_heads)" in line_of(finding)
 
 
 class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
@@ -1168,8 +1159,7 @@ def test_a_residual_that_is_added_in_place_is_one() -> None:
     assert verify(InPlaceLayer).verdict == "equal"
     (finding,) = verify(InPlaceLayerWithAnEarlierResidual).findings
     assert finding.name == "residual_from_elsewhere"
-    assert finding.line is not None
-    assert finding.line.text == "result += self.kept(x, out)"
+    assert line_of(finding) == "result += self.kept(x, out)"
 
 
 class AddsOnTwoLines(InPlaceLayer):
@@ -1197,19 +1187,13 @@ def test_a_residual_that_is_added_once_more_is_named_and_proven_where_that_is_do
     assert finding.proof is not None
 
 
-class OneLengthAttention(nn.Module):
+class OneLengthAttention(ThreeMatrices):
     """Right where queries and keys are as many."""
-
-    def __init__(self, d_model: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, n, e = q.shape
-        made = zip((self.q, self.k, self.v), (q, k, v), strict=True)
-        heads = (f(x).view(b, n, self.num_heads, -1).transpose(1, 2) for f, x in made)
-        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(b, n, e))
+        heads = (one.view(b, n, e) for one in (q, k, v))
+        return self.attended(*heads)
 
 
 class OneLengthLayer(nn.Module):
@@ -1419,8 +1403,7 @@ def test_a_mask_that_a_block_makes_is_judged_where_it_is_used() -> None:
     report = verify(BlockThatSeesTheFuture)
     assert report.mistakes == ("causal_mask_inverted",)
     (finding,) = report.findings
-    assert finding.line is not None
-    assert "attn_mask=self.hidden" in finding.line.text
+    assert "attn_mask=self.hidden" in line_of(finding)
 
 
 def test_every_attention_of_one_forward_is_judged() -> None:
@@ -1573,18 +1556,17 @@ def test_a_decoder_layer_named_as_an_attention_is_read_as_a_layer() -> None:
     assert verify(DecoderAttentionWithoutResidual).mistakes == ("residual_missing",)
 
 
-class ReturnsItsMaps(nn.Module):
+class ReturnsItsMaps(ThreeMatrices):
     """Attention with its residual connection and its norm."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.norm = num_heads, nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        super().__init__(dim, num_heads)
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        weights = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
-        return self.norm(x + self.o((weights @ v).transpose(1, 2).flatten(2))), self.maps(weights)
+        q, k, v = self.operands(x)
+        weights = self.scores(q, k).softmax(-1)
+        return self.norm(x + self.finish(weights @ v)), self.maps(weights)
 
     def maps(self, weights: Tensor) -> Tensor:
         return weights
@@ -1644,8 +1626,7 @@ def test_a_residual_that_one_helper_forgets_in_each_of_its_calls_is_proven() -> 
     report = verify(LayerWithHelpersThatForget)
     assert report.mistakes == ("residual_missing",)
     assert report.findings[0].is_proven
-    assert report.findings[0].line is not None
-    assert report.findings[0].line.text == "return self.norm(branch)"
+    assert line_of(report.findings[0]) == "return self.norm(branch)"
 
 
 def test_a_program_that_leaves_a_residual_out_too_refutes_no_suspicion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1695,16 +1676,12 @@ class StackOfParts(nn.Module):
         return x
 
 
-class StackOfPartsWrongly(StackOfParts):
-    axis = -2
-
-
 @pytest.mark.thorough
 def test_parts_without_a_forward_are_read_where_their_owner_calls_them() -> None:
     report = verify(StackOfParts)
     assert report.verdict == "unchecked", str(report)  # nothing that can be called again holds its attention
     assert not report.findings
-    assert verify(StackOfPartsWrongly).mistakes == ("softmax_over_queries",)
+    assert verify(changed(StackOfParts, axis=-2)).mistakes == ("softmax_over_queries",)
 
 
 class PositionalEncoding(nn.Module):
@@ -1751,17 +1728,12 @@ class TiedByALambda(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         mask = torch.full((ids.size(1), ids.size(1)), float("-inf"), device=ids.device).triu(1)
         x = self.embedding(ids) + self.positions.weight[: ids.size(1)]
-        logits: Tensor = self.head(self.norm(self.layer(x, src_mask=mask if self.is_masked else None)))
-        return logits
-
-
-class TiedByALambdaWithoutItsMask(TiedByALambda):
-    is_masked = False
+        return self.head(self.norm(self.layer(x, src_mask=mask if self.is_masked else None)))
 
 
 def test_a_model_whose_lambda_reads_its_own_weights_is_run_whole() -> None:
     assert verify(TiedByALambda).verdict == "equal", str(verify(TiedByALambda))
-    assert verify(TiedByALambdaWithoutItsMask).mistakes == ("future_is_seen",)
+    assert verify(changed(TiedByALambda, is_masked=False)).mistakes == ("future_is_seen",)
 
 
 class SkipsItselfInEval(nn.Module):
@@ -1780,5 +1752,4 @@ class SkipsItselfInEval(nn.Module):
 
 def test_a_layer_that_is_skipped_at_random_in_eval_is_named() -> None:
     found = next(one for one in verify(SkipsItselfInEval).findings if one.name == "random_in_eval")
-    assert found.line is not None
-    assert found.line.text.startswith("if torch.rand(1)")
+    assert line_of(found).startswith("if torch.rand(1)")

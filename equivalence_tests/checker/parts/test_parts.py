@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.helpers_for_tests import line_of, proof_holds
 from equivalence_tests.checker.parts import checking
 from equivalence_tests.checker.parts.readings import Judged, judge
 from equivalence_tests.checker.reporting.report import Report
@@ -476,10 +476,8 @@ def test_the_line_that_keeps_a_part_from_being_one_is_blamed(found: Any, name: s
     report = verify(found)
     assert report.mistakes == (name,), str(report)
     (finding,) = report.findings
-    assert finding.line is not None
-    assert finding.line.text.endswith(line)
-    assert finding.proof is not None
-    assert finding.proof.holds
+    assert line_of(finding).endswith(line)
+    assert proof_holds(finding)
 
 
 def test_what_may_be_intended_in_a_part_is_named_and_not_blamed() -> None:
@@ -581,5 +579,4 @@ class DropsInEval(nn.Module):
 def test_a_feed_forward_that_drops_in_eval_is_told_its_line() -> None:
     (finding,) = verify(DropsInEval, kind="feed_forward").findings
     assert finding.name == "random_in_eval"
-    assert finding.line is not None
-    assert "functional.dropout" in finding.line.text
+    assert "functional.dropout" in line_of(finding)

@@ -10,15 +10,15 @@ from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.reach.angles import base_of
+from equivalence_tests.checker.zoo.stages import Operands, SelfAttention
 
 
-class Rotating(nn.Module):
+class Rotating(SelfAttention):
     """Right: elements i and i + head_dim / 2 of queries and keys are rotated together."""
 
     def __init__(self, dim: int, heads: int, theta: float = 10000.0) -> None:
-        super().__init__()
-        self.heads, self.theta = heads, theta
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        super().__init__(dim, heads)
+        self.theta = theta
 
     def angles(self, x: Tensor) -> Tensor:
         steps = self.theta ** -(torch.arange(0, x.size(-1), 2).to(x) / x.size(-1))
@@ -35,17 +35,15 @@ class Rotating(nn.Module):
         angles = self.laid_out(self.angles(x))
         return x * angles.cos() + self.turned(x) * angles.sin()
 
-    def inner(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def inner(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         return self.rotated(q), self.rotated(k), v
 
     def scale(self, q: Tensor) -> float:
         return float(q.size(-1)) ** -0.5
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        q, k, v = self.inner(*parts)
-        weights = (q @ k.mT * self.scale(q)).softmax(-1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = self.inner(q, k, v)
+        return (q @ k.mT * self.scale(q)).softmax(-1) @ v
 
 
 class Complex(Rotating):

@@ -38,8 +38,7 @@ class PartsOfADictionary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
-        out: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_a_dictionary_with_the_arguments_of_its_parts_is_imitated() -> None:
@@ -73,8 +72,7 @@ class FixedWidth(nn.Module):
             t.view(batch, length, self.num_heads, self.head_size).transpose(1, 2) for t in self.packed(x).chunk(3, -1)
         )
         context = self.scores(q, k).softmax(-1) @ v
-        out: Tensor = self.out(context.transpose(1, 2).reshape(batch, length, WIDTH))
-        return out
+        return self.out(context.transpose(1, 2).reshape(batch, length, WIDTH))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT / math.sqrt(self.head_size)
@@ -98,8 +96,7 @@ class Crossing(nn.Module):
             f(t).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f, t in ((self.q, x), (self.k, y), (self.v, y))
         )
         context = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.out(context.transpose(1, 2).flatten(2))
 
 
 class Windows(FixedWidth):
@@ -177,8 +174,7 @@ class OfGroups(nn.Module):
             t.unflatten(-1, (4, -1)).transpose(1, 2).repeat_interleave(self.n_head // 4, 1)
             for t in self.kv(x).chunk(2, -1)
         )
-        out: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class WantsOneOfTwo(FixedWidth):

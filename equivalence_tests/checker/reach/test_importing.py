@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from equivalence_tests import verify
+from equivalence_tests.checker.helpers_for_tests import saved
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
@@ -192,8 +193,7 @@ def softmax(x):
 @pytest.mark.parametrize(("change", "name"), [(("", ""), ""), ((" / np.sqrt(Q.shape[-1])", ""), "scale_missing")])
 def test_a_function_of_numpy_is_watched_in_torchs_functions(change: tuple[str, str], name: str, tmp_path: Path) -> None:
     (tmp_path / "weighing.py").write_text(WEIGHING)
-    (tmp_path / "mine.py").write_text(NUMPY.replace(*change))
-    report = verify(f"{tmp_path / 'mine.py'}:attention")
+    report = verify(saved(tmp_path, NUMPY.replace(*change), "attention"))
     assert report.verdict == ("deviates" if name else "equal"), str(report)
     assert report.mistakes == (name,) * bool(name)
 
@@ -213,8 +213,7 @@ def test_a_class_of_no_framework_is_called_by_its_forward(tmp_path: Path) -> Non
     body += "\n  def __init__(self, d_k=4):\n    self.scale = np.sqrt(np.full((1, 1), 1.0))\n"
     body = body.replace("np.sqrt(Q.shape[-1])", "np.sqrt(Q.shape[-1]) * self.scale")
     (tmp_path / "weighing.py").write_text(WEIGHING)
-    (tmp_path / "mine.py").write_text(body)
-    assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
+    assert verify(saved(tmp_path, body, "Mine")).verdict == "equal"
 
 
 OF_NO_FRAMEWORK = """
@@ -232,8 +231,7 @@ class Mine:
 
 
 def test_a_class_of_tensors_is_called_by_its_forward(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OF_NO_FRAMEWORK)
-    assert verify(f"{tmp_path / 'mine.py'}:Mine").verdict == "equal"
+    assert verify(saved(tmp_path, OF_NO_FRAMEWORK, "Mine")).verdict == "equal"
 
 
 ON_A_GPU = """

@@ -5,30 +5,25 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests import verify
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
-class Remembers(nn.Module):
+class Remembers(ThreeMatrices):
     """Keys and values are written into a cache, graph and all; in eval nothing but the new tokens is looked at."""
 
     def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        super().__init__(dim, heads)
         self.cache = torch.zeros(2, 64, 64, dim)
-
-    def scale(self, q: Tensor) -> float:
-        return float(q.size(-1)) ** -0.5
 
     def remembered(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, _ = x.shape
         self.cache = self.cache.to(x)
-        self.cache[0, :batch, :length], self.cache[1, :batch, :length] = self.key(x), self.value(x)
+        self.cache[0, :batch, :length], self.cache[1, :batch, :length] = self.k(x), self.v(x)
         return self.cache[0, :batch, :length], self.cache[1, :batch, :length]
 
     def forward(self, x: Tensor) -> Tensor:
-        k, v = self.remembered(x)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.query(x), k, v))
-        return self.out(((q @ k.mT * self.scale(q)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        q, k, v = map(self.split, (self.q(x), *self.remembered(x)))
+        return self.finish(self.attend(q, k, v))
 
 
 class Grows(Remembers):
@@ -39,14 +34,14 @@ class Grows(Remembers):
         self.kv_cache: Tensor | None = None
 
     def remembered(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.stack((self.key(x), self.value(x)))
+        both = torch.stack((self.k(x), self.v(x)))
         self.kv_cache = both if self.kv_cache is None else torch.cat((self.kv_cache, both), 2)
         return self.kv_cache[0], self.kv_cache[1]
 
 
 class RemembersUnscaled(Remembers):
-    def scale(self, q: Tensor) -> float:
-        return 1.0
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
 
 
 @pytest.mark.parametrize(
@@ -82,7 +77,7 @@ class KeepsATable(RemembersUnscaled):
         self.count += 1
         if "" not in self.known:
             self.known[""] = torch.arange(x.size(1)).to(x).exp().log()
-        return self.key(x) + 0 * self.known[""][:, None], self.value(x)
+        return self.k(x) + 0 * self.known[""][:, None], self.v(x)
 
 
 def test_a_table_that_a_call_fills_is_empty_in_the_next() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from equivalence_tests.checker.helpers_for_tests import report_on, saved
 from equivalence_tests.checker.verify import verify
 
 HEAD = """
@@ -403,12 +404,6 @@ TURNS = TURNED.replace("CALLED", "self.layer(self.embed(ids).transpose(0, 1)).tr
 UNREAD = "tgt_mask: The mask is accepted but never"
 
 
-def report_on(text: str, name: str, folder: Path) -> str:
-    (folder / "theirs.py").write_text(HEAD + text, encoding="utf-8")
-    report = verify(f"{folder / 'theirs.py'}:{name}")
-    return f"{report.verdict} {' '.join(str(report).split())}"
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -431,7 +426,7 @@ def report_on(text: str, name: str, folder: Path) -> str:
     ],
 )
 def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> None:
-    said = report_on(text, name, tmp_path)
+    said = report_on(HEAD + text, name, tmp_path)
     assert said.startswith(("equal", "partial")), said
 
 
@@ -463,15 +458,15 @@ def test_it_is_built_called_and_read(text: str, name: str, tmp_path: Path) -> No
     ],
 )  # fmt: skip
 def test_its_mistake_is_found(text: str, name: str, shown: str, tmp_path: Path) -> None:
-    said = report_on(text, name, tmp_path)
+    said = report_on(HEAD + text, name, tmp_path)
     assert said.startswith("deviates"), said
     assert shown.lower() in said.lower(), said
 
 
 def test_a_frozen_table_and_a_cache_may_be_right(tmp_path: Path) -> None:
     table = FROZEN.replace("torch.arange(d_model) / d_model", "(torch.arange(d_model) // 2) / d_model")
-    assert report_on(table, "PositionalEmbedding", tmp_path).startswith("equal")
-    assert not report_on(CACHED.replace("FIRST", "start_pos"), "Attention", tmp_path).startswith("deviates")
+    assert report_on(HEAD + table, "PositionalEmbedding", tmp_path).startswith("equal")
+    assert not report_on(HEAD + CACHED.replace("FIRST", "start_pos"), "Attention", tmp_path).startswith("deviates")
 
 
 SWITCHED = """
@@ -553,18 +548,15 @@ class Config:
 @pytest.mark.parametrize("config", ["", FIELDS], ids=["imitated", "of the file"])
 @pytest.mark.parametrize("keys", ["self.rotated(k)", "k"])
 def test_a_switch_of_a_config_is_tried_the_other_way_round(tmp_path: Path, config: str, keys: str) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(HEAD + config + SWITCHED.replace("k = self.rotated(k)", f"k = {keys}"))
-    report = verify(f"{file}:Attention")
+    text = SWITCHED.replace("k = self.rotated(k)", f"k = {keys}")
+    report = verify(saved(tmp_path, HEAD + config + text, "Attention"))
     assert report.mistakes == (("rotary_queries",) if keys == "k" else ()), str(report)
     assert report.verdict == ("deviates" if keys == "k" else "equal"), str(report)
 
 
 @pytest.mark.parametrize("start", ["past", "0"])
 def test_a_cache_is_decoded_with_each_switch_that_a_config_may_have(tmp_path: Path, start: str) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(HEAD + FIELDS + DECODED.replace("START", start))
-    report = verify(f"{file}:Attention")
+    report = verify(saved(tmp_path, HEAD + FIELDS + DECODED.replace("START", start), "Attention"))
     assert report.verdict == ("equal" if start == "past" else "deviates"), str(report)
     assert [one.evidence.endswith("built with cfg.use_rope=True") for one in report.findings] == [True] * (start == "0")
 
@@ -573,9 +565,8 @@ def test_a_cache_is_decoded_with_each_switch_that_a_config_may_have(tmp_path: Pa
 def test_a_switch_between_two_ways_to_compute_asks_for_no_other_numbers(
     tmp_path: Path, width: str, found: tuple[str, ...]
 ) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(HEAD + BY_HAND.replace("math.sqrt(k.size(-1))", f"math.sqrt({width})"))
-    report = verify(f"{file}:Attention")
+    text = BY_HAND.replace("math.sqrt(k.size(-1))", f"math.sqrt({width})")
+    report = verify(saved(tmp_path, HEAD + text, "Attention"))
     assert (report.mistakes, report.verdict) == (found, "deviates" if found else "equal"), str(report)
 
 
@@ -609,9 +600,7 @@ class Block(nn.Module):
 def test_a_word_of_a_config_is_exchanged_for_the_other_that_a_layer_takes(
     tmp_path: Path, stream: str, is_right: bool
 ) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(HEAD + WORDED.replace("STREAM", stream))
-    report = verify(f"{file}:Block")
+    report = verify(saved(tmp_path, HEAD + WORDED.replace("STREAM", stream), "Block"))
     assert (report.verdict == "equal") == is_right, str(report)
     assert is_right or "config.norm_position=post" in str(report)
 
@@ -635,7 +624,5 @@ class Model(nn.Module):
 
 
 def test_what_no_call_gives_a_model_is_listed(tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(HEAD + KEPT)
-    report = verify(f"{file}:Model")
+    report = verify(saved(tmp_path, HEAD + KEPT, "Model"))
     assert ([one.what for one in report.not_exercised], report.verdict) == (["start"], "partial"), str(report)

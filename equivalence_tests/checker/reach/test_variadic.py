@@ -7,25 +7,17 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
 
-class Named(nn.Module):
+class Named(ThreeMatrices):
     """Right."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.q(query), self.k(key), self.v(value)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        scores = q @ k.mT / q.size(-1) ** 0.5
+        q, k, v = self.projected(query, key, value)
+        scores = self.scores(q, k)
         scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
-        return self.out((self.weights(scores) @ v).transpose(1, 2).flatten(2))
-
-    def weights(self, scores: Tensor) -> Tensor:
-        return scores.softmax(-1)
+        return self.finish(self.weigh(scores) @ v)
 
 
 class ByKeys(Named):
@@ -72,7 +64,7 @@ class OfTorch(nn.MultiheadAttention):
 
 
 class OverQueries(Unpacks):
-    def weights(self, scores: Tensor) -> Tensor:
+    def weigh(self, scores: Tensor) -> Tensor:
         return scores.softmax(-2)
 
 
@@ -110,7 +102,7 @@ class TakesAFactor(Named):
         super().__init__(dim, heads)
         self.factor = float(kwargs["factor"]) if "factor" in kwargs else 1.0
 
-    def weights(self, scores: Tensor) -> Tensor:
+    def weigh(self, scores: Tensor) -> Tensor:
         return (scores * self.factor).softmax(-1)
 
 

@@ -20,8 +20,7 @@ class Crosses(nn.Module):
         key, value = self.to_kv(memory).chunk(2, -1)
         q, k, v = map(self.heads, (self.to_q(x), key, value))
         attended = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        output: Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return output
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     @property
     def scale(self) -> float:

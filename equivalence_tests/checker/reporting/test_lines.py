@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.layers import walking
 from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.lines import code_lines, source_lines, source_of
@@ -84,15 +85,13 @@ def test_the_source_of_a_class_is_the_one_that_python_gives(kind: type) -> None:
 )
 def test_the_line_is_the_one_that_ran(found: Any, line: str) -> None:
     (finding,) = verify(found).findings
-    assert finding.line is not None
-    assert line in finding.line.text
+    assert line in line_of(finding)
 
 
 def test_what_never_ran_has_the_line_that_makes_it() -> None:
     (finding,) = verify(parts.NoCrossDecoderLayer).findings
     assert finding.name == "cross_attention_left_out"
-    assert finding.line is not None
-    assert finding.line.text.startswith("self.self_attention, self.cross_attention =")
+    assert line_of(finding).startswith("self.self_attention, self.cross_attention =")
 
 
 def test_a_run_that_cannot_be_watched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
