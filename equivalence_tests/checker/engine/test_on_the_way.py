@@ -960,24 +960,17 @@ def test_the_weight_of_a_single_key_is_one() -> None:
     assert judged(ClampsItsWeights, length=1).mistakes == ("weights_scaled",)
 
 
-class ConditionsOnBoth(nn.Module):
+class ConditionsOnBoth(ThreeMatrices):
     """Keys and values of an image and of the queries behind it."""
 
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.scale = heads, (dim // heads) ** -0.5
-        self.to_q, self.to_kv, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
-
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
-        k, v = self.to_kv(torch.cat((x, latents), 1)).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), k, v))
-        return self.to_out(((q * self.scale @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        both = torch.cat((x, latents), 1)
+        return self.attended(latents, both, both)
 
 
 class ConditionsOnBothUnscaled(ConditionsOnBoth):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads)
-        self.scale = 1.0
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
 
 
 def test_inputs_may_be_joined_before_they_are_projected() -> None:
