@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.ran import SEEDS, drawing_line
 from equivalence_tests.checker.engine.reading import LENGTH_FIRST, in_words
 from equivalence_tests.checker.engine.same import identical
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
+from equivalence_tests.checker.layers.masks import Masks
 from equivalence_tests.checker.layers.models import length_first_built
 from equivalence_tests.checker.layers.walk import Walk, masks_of
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
@@ -27,6 +28,7 @@ from equivalence_tests.checker.reach.callers import made_by_callers
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer, run_model
+from equivalence_tests.checker.reach.passed_masks import call_that_passes
 from equivalence_tests.checker.reach.plans import Errors, crossed, positioned, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of, unread_arguments
 from equivalence_tests.checker.reach.state import prepare
@@ -145,6 +147,8 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     called = [step.frames for step in wiring.steps.values() if step.kind == "attention"] or [()]
     unread = unread_arguments(trial.function) if any(mask.used for mask in read.masks) else set()
     idle = [mask.name for mask in read.masks if not mask.used]
+    passed = _passed_in_vain(trial, [name for name in idle if name in unread], read)
+    unread -= passed.keys()
     whys = {name: HIDES_NOTHING if name in unread else has_nothing_to_hide(name, trial) for name in idle}
     walk.report.coverage += [Exercise(name, False, why) for name, why in whys.items() if why]
     read = replace(read, masks=[mask for mask in read.masks if not whys.get(mask.name)])
@@ -152,6 +156,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     wrong = {name: _attention_of(mask.lower(), name, called) for name, mask, _ in found}
     unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
     evidence = "a mask that hides one token was given in every form"
+    evidence += "".join(f"; {call} passes it" for call in passed.values())
     if read.opposite:
         said = {"look": "may look", "block": "may not look"}
         evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in read.opposite)
@@ -166,6 +171,13 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
                 what = f"{mask.name} for each sample"
                 walk.report.coverage.append(Exercise(what, False, f"it raises{WIDENS}, in every shape that was tried"))
     add_idle_arguments(walk, label, path, trial, run.masks)
+
+
+def _passed_in_vain(trial: Trial, unread: Collection[str], read: Masks) -> dict[str, str]:
+    """Give the masks of a memory that is attended to which no line reads, though calls pass them, with such a call."""
+    crosses = any(site.reads == "memory" for site in read.sites)
+    of_memory = (name for name in unread if crosses and OF_SOURCE.search(name.lower()))
+    return {name: call for name in of_memory if (call := call_that_passes(trial.function, name))}
 
 
 def _attention_of(mask: str, mistake: str, called: Sequence[Frames]) -> Frames:

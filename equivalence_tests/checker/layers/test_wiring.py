@@ -931,6 +931,38 @@ def test_a_mask_that_no_line_reads_beside_one_that_hides_is_listed() -> None:
     ], str(report)
 
 
+class Gates(nn.Module):
+    """Beside ``memory_mask``, which this file passes to layers in a loop."""
+
+    def forward(self, steps: Sequence[Callable[..., Tensor]], x: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x, memory, memory_mask)
+        return x
+
+
+class ForgetsTheMemorysMask(layers.TwoMaskDecoderLayer):
+    """A mask of the memory is accepted, and passed by ``Gates``; no line reads it."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor, memory_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x, memory, tgt_mask)
+
+
+class TakesWhatNobodyPasses(layers.TwoMaskDecoderLayer):
+    def forward(  # type: ignore[override]
+        self, x: Tensor, memory: Tensor, enc_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x, memory, tgt_mask)
+
+
+def test_a_mask_of_the_memory_that_is_passed_and_never_read_is_a_mistake() -> None:
+    assert verify(TakesWhatNobodyPasses).findings == []
+    (finding,) = verify(ForgetsTheMemorysMask).findings
+    assert finding.name == "mask_never_used"
+    assert "step(x, memory, memory_mask) passes it" in finding.evidence
+
+
 class CrossesByChoice(layers.TwoMaskDecoderLayer):
     """Right: it leaves its memory out unless it is built to read one."""
 

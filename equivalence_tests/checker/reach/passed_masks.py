@@ -1,4 +1,4 @@
-"""What a file says of masks: the triangles of ones that its calls pass, and how many axes it asserts."""
+"""What files say of masks: what their calls pass, what they make of padding, and how many axes they assert."""
 
 import ast
 import inspect
@@ -92,6 +92,16 @@ def made_of_padding(function: Callable[..., Any], parameter: str) -> dict[str, l
         for value, meaning in ((x, _of_padding(x, functions, ())) for x in made):
             found.get(meaning, []).append(f"{file}: {parameter} = {ast.unparse(value)}")
     return found
+
+
+def call_that_passes(function: Callable[..., Any], parameter: str) -> str:
+    """Give a call, as of the layers in a loop, that passes what has a parameter's name in its place; "" for none."""
+    taken = [p.name for p in parameters_of(function)]
+    place = taken.index(parameter) if parameter in taken else len(taken)
+    calls = (x for nodes in _that_use(type(function)).values() for x in nodes if isinstance(x, ast.Call))
+    calls = (x for x in calls if isinstance(x.func, ast.Name | ast.Subscript))
+    passing = (x for x in calls if [ast.unparse(one) for one in x.args[place : place + 1]] == [parameter])
+    return next(map(ast.unparse, passing), "")
 
 
 def _that_use(kind: type) -> dict[str, list[ast.AST]]:
