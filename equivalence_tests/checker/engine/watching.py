@@ -264,7 +264,8 @@ def _fused_attention(
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = do(torch.masked_fill, "masked_fill", scores, future, -math.inf)
         recorder.made.append(Slot(future, future))
-        recorder.operations[-1].unasked = local_here("is_causal") is False
+        for operation in recorder.operations[-1:]:  # none is kept where an expression is left out
+            operation.unasked = local_here("is_causal") is False
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = do(torch.logical_not, "logical_not", attn_mask)
         scores = do(torch.masked_fill, "masked_fill", scores, hidden, -math.inf)

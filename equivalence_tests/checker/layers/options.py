@@ -9,12 +9,13 @@ from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.reach.configs import switched
 from equivalence_tests.checker.reach.proposing import other_options
 from equivalence_tests.checker.reach.subject import Subject
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.report import Report
 
 Examine = Callable[[Subject, str], Report]
 CROSS = re.compile(r"cross|memory|context|encoder")
 OF_ITSELF = re.compile(r"self_?att")
+OF_NORMS = re.compile(r"(pre|post)[-_ ]?(norm|ln|layer_?norm)?", re.IGNORECASE)  # where they stand, and nothing else
 NO_MEMORY = "cross_attention_from_decoder"
 
 
@@ -46,7 +47,7 @@ def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
             report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
             continue
         found = examine(replace(subject, function=other), report.target)
-        with_it = [one for one in found.findings if value is True or never_asked(one)]
+        with_it = [one for one in found.findings if _is_unasked(one, value)]
         report.findings += [
             replace(one, evidence="; ".join(filter(None, (one.evidence, f"built with {what}")))) for one in with_it
         ]
@@ -58,6 +59,13 @@ def with_options(report: Report, subject: Subject, examine: Examine) -> Report:
         report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
     report.verdict = "deviates" if report.findings else "partial" if report.not_exercised else "equal"
     return report
+
+
+def _is_unasked(finding: Finding, value: object) -> bool:
+    """Whether an option of such a value does not ask for what was found: one of norms says where they stand alone."""
+    of_norms = isinstance(value, str) and OF_NORMS.fullmatch(value) is not None
+    wired = finding.stage == "wiring" and finding.proof is not None
+    return value is True or never_asked(finding) or (of_norms and wired)
 
 
 def _run_in(coverage: list[Exercise], other: Report, what: str) -> Iterator[Exercise]:

@@ -963,6 +963,49 @@ def test_a_mask_of_the_memory_that_is_passed_and_never_read_is_a_mistake() -> No
     assert "step(x, memory, memory_mask) passes it" in finding.evidence
 
 
+class AttendsBefore(nn.Module):
+    """Causal, in torch's kernel."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.qkv, self.o = n_heads, nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class PutsNormsBehindByChoice(nn.Module):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, norm_position: str = "pre") -> None:
+        super().__init__()
+        self.attn, self.norm_position = AttendsBefore(d_model, n_heads), norm_position
+        self.ff = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm_position == "post":
+            y = self.norm1(x + self.attn(x))
+            return self.norm2(self.residual(x, y) + self.ff(y))
+        x = x + self.attn(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+    def residual(self, x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+
+class AddsWhatWentInFirst(PutsNormsBehindByChoice):
+    def residual(self, x: Tensor, y: Tensor) -> Tensor:
+        return x
+
+
+def test_an_option_that_places_norms_asks_for_no_other_residual() -> None:
+    assert verify(PutsNormsBehindByChoice).verdict == "equal", str(verify(PutsNormsBehindByChoice))
+    (finding,) = verify(AddsWhatWentInFirst).findings
+    assert finding.name == "residual_from_elsewhere"
+    assert finding.proof is not None
+    assert "norm_position=post" in finding.evidence
+
+
 class CrossesByChoice(layers.TwoMaskDecoderLayer):
     """Right: it leaves its memory out unless it is built to read one."""
 
