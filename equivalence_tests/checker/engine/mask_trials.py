@@ -15,9 +15,9 @@ from equivalence_tests.checker.engine.given_masks import further_axes
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import unused_fill
-from equivalence_tests.checker.engine.running import Examination
+from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.situations import Situation, call_of, new_departures, shifts_scores, situation_of
+from equivalence_tests.checker.engine.situations import Situation, new_departures, shifts_scores, situation_of
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, OF_MASKS, argument_name, replaced_at
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -122,7 +122,7 @@ class _Masks:
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
-        plain = _output(self.situation.found.run, self.situation)
+        plain = _output(self.situation.trial, self.situation.inputs)
         seen: list[tuple[str, Tensor]] = []
         for form in forms:
             output = self._output(form)
@@ -146,7 +146,7 @@ class _Masks:
         if inputs.query.size(1) == inputs.key.size(1):
             return False
         others = inputs.scaled(-1.7, of=("key", "value"))
-        plain = _output(self.situation.found.run, self.situation)
+        plain = _output(self.situation.trial, self.situation.inputs)
         for form in query_mask_forms():
             one, two = self._output(form), self._output(form, inputs=others)
             there = self._may(form)[..., 0]
@@ -166,9 +166,8 @@ class _Masks:
 
     def _output(self, form: MaskForm, of: MaskForm | None = None, inputs: Inputs | None = None) -> Tensor | None:
         """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
-        situation, trial = self.situation, self.situation.trial
-        given = replace(inputs or situation.inputs, may_attend=self._may(of or form))
-        return self._asked(form, lambda: _output(call_of(trial, given, form)[0].run(read=False), situation))
+        given = replace(inputs or self.situation.inputs, may_attend=self._may(of or form))
+        return self._asked(form, lambda: _output(self.situation.trial, given, form))
 
     def _may(self, form: MaskForm) -> Tensor:
         batch, queries = self.situation.inputs.query.shape[:2]
@@ -244,7 +243,7 @@ class _Masks:
 
     def _taken_in_vain(self, form: MaskForm) -> Iterator[MaskForm]:
         """List the other shapes in which the code takes a mask that means the same, and hides nothing."""
-        plain = _output(self.situation.found.run, self.situation)
+        plain = _output(self.situation.trial, self.situation.inputs)
         kind = form.pattern, form.encoding, form.held
         for other in (one for one in mask_forms() if (one.pattern, one.encoding, one.held) == kind and one != form):
             output = self._output(other)
@@ -369,8 +368,13 @@ def _beyond(situation: Situation, attempt: Situation) -> list[Departure]:
     return new_departures(situation.departures, [d for d in attempt.departures if d.stage != "wrap"])
 
 
-def _output(run: Run, situation: Situation) -> Tensor:
-    return list(tensors_in((run.output,)))[situation.plan.output]
+def _output(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> Tensor:
+    """What comes back of copies of the inputs, with the same random numbers in each call, unwatched."""
+    module = trial.function if isinstance(trial.function, nn.Module) else None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        returned = Call(trial.called, *trial.arguments(inputs, mask=form), module).returned()
+    return list(tensors_in((returned,)))[trial.plan.output]
 
 
 def _first_infinite(attempt: Situation) -> Operation | None:
