@@ -298,7 +298,8 @@ def _kind_of_parts(module: nn.Module) -> str:
     named = guess_kind(module)  # a factory says less than what it makes
     every = [kind_of(path, child) for path, child in module.named_modules() if path]
     kinds, embeds = {*every}, any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
-    around = {"feed_forward"} if named == "attention" else {"layer_norm", "feed_forward"}  # one may norm inside
+    may_be_one = named == "attention" and every.count("attention") < 2  # which may norm inside
+    around = {"feed_forward"} if may_be_one else {"layer_norm", "feed_forward"}
     is_model = not named and embeds and every.count("attention") > 1
     if kinds & {"attention", "layers"} and (kinds & around or is_model):
         return "layers"

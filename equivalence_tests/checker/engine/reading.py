@@ -53,7 +53,7 @@ def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
 def laid_out(plan: CallPlan) -> str:
     """Say how tokens are laid out, and what comes back for a query that is one time step."""
     step = f"; the query {in_words(plan.step)}, the output {in_words(plan.returned)}" if plan.step else ""
-    return in_words(plan.layout) + step
+    return in_words(plan.layout) + step + (f"; keys and values {in_words(plan.beside)}" if plan.beside else "")
 
 
 def in_words(layout: str) -> str:

@@ -173,7 +173,7 @@ def _compared(
 ) -> Comparison:
     """Compare in one call, with or without a mask, or in all."""
     layout = Layout.of(situation.trial)
-    as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
+    as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), apart={})
     masked = [] if form is None else [case_of(situation.trial, None, f"with a mask: {form}", seed=31, form=form)]
     plain = [*Held(situation).cases()]
     cases = [*plain, *masked] if everything else masked or plain[:1]

@@ -136,7 +136,7 @@ class Held:
             loud = self._differs(holding, trial.inputs(seed=52).scaled(LOUD)) if bound == EXACT else ""
             if loud:
                 yield Exercise(f"inputs {LOUD} times as large", False, loud)
-        if trial.plan.step == OF_ONE_QUERY and any(map(QUERY.fullmatch, trial.plan.steps)):
+        if trial.plan.step == OF_ONE_QUERY and any(map(QUERY.fullmatch, trial.plan.apart)):
             several = replace(trial, plan=replace(trial.plan, step="", returned=""))
             error = ask(lambda: several.output(several.inputs())).error
             yield from () if error is None else [Exercise("more than one query", False, f"it raises {said(error)}")]
@@ -194,7 +194,7 @@ class Held:
         other = form is not None and situation.plan.neutral not in (None, form)  # the text takes a mask of one form
         forms = dict.fromkeys((form,) if other else (None, form))
         cases = [case_of(situation.trial, None, "", seed=41, form=one) for one in forms]
-        as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), steps={})
+        as_given = replace(layout, inward=lambda x: x.to(situation.subject.dtype), apart={})
         text = compare(lambda case: WrittenPart(found).on(case.call, layout.outward), cases, as_given, tolerance)
         return text.agrees_in_all
 
@@ -232,7 +232,7 @@ def signature_of(situation: Situation) -> Signature:
         situation.understood,
         returned.dim() < 4,
         Layout.of(situation.trial).tables,
-        dict.fromkeys(plan.steps, plan.step),
+        plan.apart,
         plan.output_layout,
     )
 

@@ -55,17 +55,16 @@ class Layout:
     outward: Callable[[Tensor], Tensor]  # from the output to the same
     output: Callable[[Any], Tensor]  # finds the output in what came back
     tables: tuple[str, ...] = ()  # the arguments that hold relative positions
-    steps: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # inward, where it is one time step
+    apart: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # inward, of what lies otherwise
 
     @classmethod
     def of(cls, trial: Trial) -> Self:
         """Say how a trial lays out its arguments and its output."""
         plan = trial.plan
-        layouts = (plan.layout, plan.output_layout, plan.step)
-        inward, outward, step = (partial(from_layout, layout=layout) for layout in layouts)
+        inward, outward = (partial(from_layout, layout=layout) for layout in (plan.layout, plan.output_layout))
         tables = tuple(name for name, role in plan.roles if role in TABLES)
-        steps = dict.fromkeys(plan.steps, step)
-        return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, steps)
+        apart = {name: partial(from_layout, layout=layout) for name, layout in plan.apart.items()}
+        return cls(inward, outward, lambda made: list(tensors_in((made,)))[plan.output], tables, apart)
 
     def tokens(self, returned: Any) -> Tensor:
         """Give the output in what came back, as (batch, tokens, features)."""
@@ -77,7 +76,7 @@ class Layout:
         Some of its tensors have others in their place, by their ids.
         """
         stands, data = instead or {}, (pair for pair in call.tensors if id(pair[1]) in call.seeds)
-        tokens = {name: self.steps.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
+        tokens = {name: self.apart.get(name, self.inward)(stands.get(id(x), x.detach()).double()) for name, x in data}
         tables = {name: x.detach().double() for name, x in call.tensors if name in self.tables}
         return Values(tokens | tables, Parameters.of(call.module))
 

@@ -99,12 +99,12 @@ class Signature:
     form: MaskForm | None = None  # how that is understood; None where it is not known
     merged: bool = True  # whether heads that are handed over come back side by side
     tables: tuple[str, ...] = ()  # the arguments that hold relative positions
-    steps: Mapping[str, str] = field(default_factory=dict)  # those that are one time step, and how they are laid out
+    apart: Mapping[str, str] = field(default_factory=dict)  # how those are laid out that lie in another way
     returned: str = "b l e"
 
     def inward(self, name: str) -> str:
         """Write what lays an argument out as (batch, tokens, features)."""
-        return LAYOUTS[self.steps.get(name, self.layout)][0]
+        return LAYOUTS[self.apart.get(name, self.layout)][0]
 
     def hidden(self, heads: int, keys: str = "key.size(-2)") -> str:
         """Write what the mask hides of so many keys, (batch, heads, query, key) bool, True = may not look."""

@@ -82,7 +82,8 @@ class AttentionWriter:
 
     def _inward(self) -> Iterator[str]:
         if self.signature.layout in OF_PIXELS:
-            yield f"width = {next(iter(self._kinds))}.size({self.signature.layout.split().index('1')})  # of the image"
+            image = next(name for name in self._kinds if name not in self.signature.apart)
+            yield f"width = {image}.size({self.signature.layout.split().index('1')})  # of the image"
         if self.signature.layout == WINDOWS:
             yield f"shape = {next(iter(self._kinds))}.shape  # (batch, windows, pixels in each, features)"
         for name, kind in self._kinds.items():

@@ -560,3 +560,48 @@ def test_an_attention_in_whose_place_its_like_is_called_twice_is_named() -> None
     assert verify(TwoAttentions).verdict == "equal"
     report = verify(TakesTheFirstTwice)
     assert (report.mistakes, report.findings[0].where) == (("part_never_used",), "attention2"), str(report)
+
+
+class PixelsAndContext(nn.Module):
+    """The block of a U-Net: convolutions around attentions of pixels, which attend to one another and to a text."""
+
+    def __init__(self, n_heads: int, head_width: int, d_context: int) -> None:
+        super().__init__()
+        width = n_heads * head_width
+        self.group, self.enter, self.leave = (
+            nn.GroupNorm(8, width),
+            nn.Conv2d(width, width, 1),
+            nn.Conv2d(width, width, 1),
+        )
+        self.own = nn.MultiheadAttention(width, n_heads, batch_first=True)
+        self.text = nn.MultiheadAttention(width, n_heads, batch_first=True, kdim=d_context, vdim=d_context)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.wider, self.narrower = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def attended(self, x: Tensor, context: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.own(y, y, y)[0]
+        return x + self.text(self.norm2(x), context, context)[0]
+
+    def forward(self, image: Tensor, context: Tensor) -> Tensor:
+        x = self.enter(self.group(image)).flatten(2).mT
+        x = self.attended(x, context)
+        y, gate = self.wider(self.norm3(x)).chunk(2, -1)
+        x = x + self.narrower(y * F.gelu(gate))
+        return self.leave(x.mT.reshape(image.shape)) + image
+
+
+class ForgetsWhatPixelsGave(PixelsAndContext):
+    def attended(self, x: Tensor, context: Tensor) -> Tensor:
+        y = self.norm1(x)
+        own = x + self.own(y, y, y)[0]
+        return x + self.text(self.norm2(own), context, context)[0]
+
+
+def test_a_layer_may_take_an_image_and_a_context_of_tokens() -> None:
+    right, wrong = verify(PixelsAndContext), verify(ForgetsWhatPixelsGave)
+    assert (right.verdict, right.mistakes) == ("equal", ()), str(right)
+    reasons = {one.reason for one in right.intended}
+    assert reasons == {"the sub-module group, a GroupNorm", "the sub-module group", "the sub-module leave"}, str(right)
+    assert wrong.mistakes == ("residual_from_elsewhere",), str(wrong)
+    assert line_of(wrong.findings[0]).endswith("return x + self.text(self.norm2(own), context, context)[0]"), str(wrong)

@@ -12,6 +12,7 @@ from equivalence_tests.checker.equivalent.steps import UnreadError
 from equivalence_tests.checker.layers.whole_beside import Conditions, Hidden, Series
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
+    CHANNELS,
     Labels,
     Terms,
     Value,
@@ -24,10 +25,12 @@ from equivalence_tests.checker.layers.whole_values import (
     lies_whole,
     made_places,
     places_of,
+    places_of_channels,
     queries_first,
     relaid,
 )
 from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.calling import PIXELS
 from equivalence_tests.checker.reporting.lines import Frames
 
 OF_POSITIONS = "positional_encoding"
@@ -42,6 +45,7 @@ class Parts:
     recorder: Recorder  # the run
     kinds: Mapping[str, str]  # what each part is, by its path; "layer" for one that adds its own residual
     hides: Mapping[str, Tensor | None]  # the arguments that are masks, as in ``Hidden``
+    layout: str = ""  # of the tokens that are given, where it is known
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
     # Parameters, and which elements; None for all of them, as those of a large model take room.
@@ -70,7 +74,9 @@ class Parts:
         if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs) or x.dim() < 2:
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
-        if x.dim() == 4:  # an image: what convolutions make of it is numbered anew
+        if self.layout.startswith("b e") and x.dim() == len(self.layout.split()):
+            places = places_of_channels(x.shape)
+        elif x.dim() == 4 and self.layout != PIXELS:  # an image: what convolutions make of it is numbered anew
             places = torch.zeros(x.shape, dtype=torch.long)
         value = Value(((self.labels.add("given", name), 1.0),), places)
         self.values[id(x)] = value
@@ -127,21 +133,21 @@ class Parts:
             data = data if path not in self.paths else self.labels.unprojected(self.module.get_submodule(path), data)
             self.sums.attended(path, data, frames)
         self.sums.behind(data[0], kind, path, self.module)
-        if kind == "linear" and "given" in (self.labels.kind(data[0]), self.labels.normed_patches(data[0])):
-            kind = "embedding"  # of features, or of patches
+        module = self.module.get_submodule(path) if path in self.paths else None
+        first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
+        if kind == "linear" and "given" in (self.labels.kind(data[0]), self.labels.normed_image(data[0], first)):
+            kind = "embedding"  # of features, of patches, or of pixels
         if kind == "layer":  # of a source and a target the one whose tokens come back is first
             data = sorted(data, key=lambda x: relaid(x.places, outputs[0].shape) is None)
         label = self.labels.add(kind, path, data, frames)
         self.calls[path].add(label)
-        module = self.module.get_submodule(path) if path in self.paths else None
-        first = isinstance(module, nn.modules.conv._ConvNd)  # features stand behind the batch
         owner = type(self.module.get_submodule(path.rpartition(".")[0] if module is not None else "")).__name__
         if kind == "embedding" and self.sums.inverted(path, data[0], owner):
             data = [replace(data[0], places=torch.zeros_like(data[0].places))]
         places = made_places(data[0].places, outputs[0].shape, first, kind == "embedding")
         if places is None:
             raise UnreadError(f"the output of {path} does not have the tokens of its input")
-        self._in_order(kind, path, data, first or isinstance(module, nn.modules.batchnorm._BatchNorm))
+        self._in_order(kind, path, data, first or isinstance(module, CHANNELS))
         if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))

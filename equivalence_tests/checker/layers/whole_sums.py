@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.layers.whole_values import (
     BASES,
+    CHANNELS,
     FEATURES,
     Labels,
     Made,
@@ -197,9 +198,10 @@ class Sums:
         if kind == "convolution":
             self.mixing.add(path)
             self.say(f"{path} mixes neighbouring tokens", "project", f"the sub-module {path}, a {type(own).__name__}")
-        if isinstance(own, nn.modules.batchnorm._BatchNorm):
+        if isinstance(own, CHANNELS):
             said = f"the sub-module {path}, a {type(own).__name__}"
-            self.say(f"{path} normalises by what all samples in training have", "project", said)
+            of = "all tokens of a sample" if isinstance(own, nn.GroupNorm) else "what all samples in training have"
+            self.say(f"{path} normalises by {of}", "project", said)
         if kind == "layer_norm" and before in ("attention", "feed_forward"):
             said = f"the sub-module {path}" if path in self.paths else ""
             self.say(f"{path} normalises what {self.labels.words(value.only)} gives", "project", said)

@@ -37,8 +37,9 @@ WITHIN = ("layer_norm", "gain", "conditioned", "linear", "activation", "product"
 TORCHS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear, nn.modules.conv._ConvNd),
     "embedding": (nn.Embedding,),
-    "layer_norm": (nn.LayerNorm, nn.modules.batchnorm._BatchNorm),
+    "layer_norm": (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.GroupNorm),
 }
+CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)  # norms that take features as the second axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +161,9 @@ class Labels:
         kind = self.kind(value)
         if kind in ("layer_norm", "conditioned") or (kind in WITHIN and not found):
             found |= self.origins(value.only)
-        return found
+        inner = (self.made[label] for label, _ in value.terms if found and self.made[label].kind == "embedding")
+        normed = (made.inputs[0] for made in inner if self.kind(made.inputs[0]) == "layer_norm")
+        return found.union(*map(self._origins, normed))  # a stream of its own, around which there is another residual
 
     def ancestors(self, terms: Terms) -> set[str]:
         """List what tokens were made of, token by token: not what they attended to, nor tables."""
@@ -197,9 +200,10 @@ class Labels:
         """Whether it is the norm of what a matrix gave."""
         return self.kind(value) == "layer_norm" and self.kind(self.made[value.only].inputs[0]) == "linear"
 
-    def normed_patches(self, value: Value) -> str:
-        """Say what a norm was given that normalises an image, cut into patches; "" where it is none."""
-        normed = self.kind(value) == "layer_norm" and are_pixels(value.places)
+    def normed_image(self, value: Value, convolved: bool) -> str:
+        """Say what a norm was given that normalises an image, perhaps cut into patches; "" where it is none."""
+        image = are_pixels(value.places) or (convolved and value.places.dim() == 4)
+        normed = self.kind(value) == "layer_norm" and image
         return self.kind(self.made[value.only].inputs[0]) if normed else ""
 
     def is_pooled(self, made: Made) -> bool:
@@ -317,6 +321,11 @@ def places_of(shape: torch.Size) -> Tensor:
     return rows * FEATURES + torch.arange(shape[-1])
 
 
+def places_of_channels(shape: torch.Size) -> Tensor:
+    """Number the tokens and the features of a tensor that holds features behind the batch."""
+    return places_of(torch.Size((shape[0], *shape[2:], shape[1]))).movedim(-1, 1)
+
+
 def relaid(before: Tensor, shape: torch.Size) -> Tensor | None:
     """Give the places of what a part makes of tokens, each where it was; None where these are others."""
     if before.shape == shape:
@@ -333,7 +342,7 @@ def made_places(before: Tensor, shape: torch.Size, first: bool, embeds: bool) ->
     whose places are all 0.
     """
     if first:
-        return places_of(torch.Size((shape[0], *shape[2:], shape[1]))).movedim(-1, 1)
+        return places_of_channels(shape)
     return places_of(shape) if embeds and are_pixels(before) else relaid(before, shape)
 
 

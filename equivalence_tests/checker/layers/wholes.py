@@ -180,7 +180,7 @@ class Whole:
     def _follow(self, masked: bool) -> tuple[Run, Follower]:
         run = self._run(0, masked)
         hides = dict.fromkeys([*(mask.name for mask in self.masks), *self.run.masks]) | self.calls.hidden(0)
-        return run, Follower(self.module, run.recorder, self.kinds, hides)
+        return run, Follower(self.module, run.recorder, self.kinds, hides, self.run.layout)
 
     def is_explained(self, report: Report) -> bool:
         """Whether all that torch does not have is intended, by what a report says."""

@@ -104,7 +104,7 @@ def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
     assert isinstance(module, nn.Module)  # layers are modules
     run = Call(lambda: trial.returned(inputs), (), module=module).run(read=False)
     real = dict.fromkeys(name for name, role in trial.plan.roles if role == REAL_TOKENS)
-    follower = Follower(module, run.recorder, kinds, real)
+    follower = Follower(module, run.recorder, kinds, real, trial.plan.layout)
     for name, x in [(_given_as(x, inputs), x) for x in run.recorder.calls[0].inputs]:
         if name:
             follower.given(name, x)

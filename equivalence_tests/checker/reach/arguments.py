@@ -78,7 +78,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.num_layers,
     ),
     (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|^seq(uence)?$|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$|^(in(put)?|pred(iction)?|label|out(put)?)_?len(gth)?$|^horizon$|look_?back",
+        r"max_?\w*len|max_?\w*pos|block_?size|(?<!\bd_)(?<!dim_)context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|(max|n|num)_?seq|^seq(uence)?$|n_?positions?|max_?tokens|window|(num|n|max|total)_?(time_?)?steps|^(max_?)?(t|l)$|^t_total$|position_embeddings|src_len|tgt_len|(num|n)_(patches|pixels)|^length$|^max_?size$|^(in(put)?|pred(iction)?|label|out(put)?)_?len(gth)?$|^horizon$|look_?back",
         lambda s: MAX_LEN,
     ),
     (
@@ -99,7 +99,7 @@ SIZE_NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"dtype", lambda s: torch.float32),
     (r"act(ivation)?(_?fn|_?func(tion)?)?$|^hidden_act$", lambda s: "relu"),
     (
-        r"^(d|dim)_?(cross|decoder)\w*$|(cross|decoder)\w*(dim|width|channels|features|size)$",
+        r"^(d|dim)_?(cross|decoder|context)\w*$|(cross|decoder)\w*(dim|width|channels|features|size)$",
         lambda s: s.embed_dim,
     ),
     (

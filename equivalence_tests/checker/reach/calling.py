@@ -35,7 +35,8 @@ WINDOWS = "b 1 1 l 1 e"  # of an image: rows and columns of windows, and of pixe
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), (WINDOWS,), HEADS)
 STEPS = ("b e", "1 b e", "b 1 e")  # of one time step, as the state of a decoder is laid out
 OF_STEPS = tuple(f"{step}, {others}" for others in ("b l e", "l b e") for step in STEPS)  # of queries, and of others
-LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE), ("l e",), *OF_ONE)
+BESIDE = f"{IMAGE}, b l e"  # queries that are pixels, and a context of tokens
+LAYOUTS = (("b l e", "l b e", *HEADS, *OF_STEPS), ("b e l", IMAGE, BESIDE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
@@ -109,6 +110,7 @@ class CallPlan:
     key_heads: int = 0  # how many heads keys and values are handed over with, where heads are; 0 for as many as queries
     step: str = ""  # the layout of queries that are one time step, one of ``STEPS``; "" where they lie as the others
     returned: str = ""  # the layout of what comes back for that step
+    beside: str = ""  # the layout of keys and values; "" where they lie as the queries
 
     @property
     def given(self) -> set[str]:
@@ -131,15 +133,16 @@ class CallPlan:
         return self.returned or self.layout
 
     @property
-    def may_be_of_a_step(self) -> bool:
-        """Whether its queries may be one time step; with two masks there would be too many ways to try."""
+    def may_lie_apart(self) -> bool:
+        """Whether its queries may be laid out in another way; with two masks there would be too many ways to try."""
         masks = [name for name, _ in self.roles if role_of_parameter(name) == "mask"]
         return "query" in self.given and not self.self_attention and not self.positional and len(masks) < 2
 
     @property
-    def steps(self) -> list[str]:
-        """The arguments that are one time step."""
-        return [name for name, role in self.roles if self.step and role == "query"]
+    def apart(self) -> dict[str, str]:
+        """The layouts of the arguments that lie in another way than the rest: one time step, a context of an image."""
+        layouts = {"query": self.step} | dict.fromkeys(("key", "value", "memory"), self.beside)
+        return {name: layouts[role] for name, role in self.roles if layouts.get(role)}
 
     def at(self, place: str) -> tuple[str, str]:
         """Give the name and the role of a tensor by where it lies in a call: "key", "inputs[1]", "0" by position."""
@@ -235,7 +238,7 @@ class Trial:
         x = tensors.get(role, inputs.query if role == "input" else inputs.key).to(self.dtype, copy=True)
         if role in POSITIONS_OF:
             x = _drawn(len(x), (x.size(1),), x.size(2), sum(name.encode()), self.dtype)[0].clone()
-        layout = self.plan.step if name in self.plan.steps else self.plan.layout
+        layout = self.plan.apart.get(name, self.plan.layout)
         laid_out = to_layout(x, layout, self.sizes.num_heads)  # a copy: the code may write into it
         grouped = self.plan.key_heads and role in ("key", "value", "memory")
         return laid_out.narrow(self.plan.layout.split().index("h"), 0, self.plan.key_heads) if grouped else laid_out

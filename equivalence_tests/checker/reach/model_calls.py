@@ -45,7 +45,7 @@ PATCHES = (16, 8, 4)  # sides of patches that are usual
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
 BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
-MOST_WIDTHS = 3
+MOST_WIDTHS, COLOURS = 3, 4  # the last with that of transparency
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
 GIVEN = ("mask", "segments", "positions", "source", "target")  # the roles of what is not of each sample
 Given = Mapping[str, Tensor]
@@ -66,6 +66,7 @@ class ModelRun:
     patch: int = 1  # width of the patches of an image
     of_samples: bool = False  # whether it is given something of each sample beside the tokens, the same in each call
     arguments: Callable[[Tensor, Tensor], dict[str, Any]] | None = None  # of source and target; None for a layer
+    layout: str = ""  # of what a layer is given; "" for a model
 
     def call(self, source: Tensor, target: Tensor | None) -> Tensor:
         """Run it with masks that hide nothing."""
@@ -93,7 +94,7 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
 
     ``errors`` receives what it said when it did not run, ``mistakes`` what shows when it ran and was wrong.
     """
-    embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
+    embeds = any(isinstance(m, nn.Embedding) or _cuts(m) for m in module.modules())
     trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64), MOST_TRIALS)
     stacks = ((run_layer(trial), trial.plan.neutral is not None) for trial in trials)
     blind: ModelRun | None = None  # a required mask was given in a form that hides everything
@@ -108,6 +109,11 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
     return blind
 
 
+def _cuts(module: nn.Module) -> bool:
+    """Whether it makes fewer tokens of an image, or of its colours."""
+    return isinstance(module, nn.Conv2d) and ({*module.stride} != {1} or module.in_channels <= COLOURS)
+
+
 def run_layer(trial: Trial) -> ModelRun:
     """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is."""
     inputs, alone, parameters = trial.inputs(seed=0), "query" not in trial.plan.given, parameters_of(trial.function)
@@ -119,7 +125,9 @@ def run_layer(trial: Trial) -> ModelRun:
         return trial.output(Inputs(source if target is None else target, source, source), given)
 
     vectors = any(role.startswith("=(") or role in POSITIONS_OF for role in trial.plan.given)
-    return ModelRun(run, inputs.key, None if alone else inputs.query, masks, "stack", of_samples=vectors)
+    return ModelRun(
+        run, inputs.key, None if alone else inputs.query, masks, "stack", of_samples=vectors, layout=trial.plan.layout
+    )
 
 
 def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:

@@ -119,17 +119,19 @@ def trials_of(
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
-            if layout in OF_STEPS and (found or not plan.may_be_of_a_step or any(map(NOT_VIEWED.search, errors))):
+            queries, _, others = layout.partition(", ")
+            of_step = layout in OF_STEPS
+            if others and (found or not plan.may_lie_apart or (of_step and any(map(NOT_VIEWED.search, errors)))):
                 continue
             if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
                 continue  # without samples there is no vector of each
             if len(errors) > (MOST_AT_A_CRASH if CRASHES.met_in(errors) else MOST_FAILED):
                 return
             wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
-            step, _, others = layout.rpartition(", ")
-            trial = Trial(function, replace(plan, layout=others, step=step, key_heads=heads), wide, dtype)
+            laid = {"layout": others, "step": queries} if of_step else {"layout": queries, "beside": others}
+            trial = Trial(function, replace(plan, key_heads=heads, **laid), wide, dtype)
             for working in _working(trial, errors):
-                if step and _takes_as_many(trial):
+                if of_step and _takes_as_many(trial):
                     break
                 found = True
                 yield working

@@ -162,7 +162,9 @@ def _width(instance: Any, asked: Sizes) -> int | None:
     if not isinstance(instance, nn.Module):
         return None
     tables = [x for x in instance.buffers() if x.dim() >= 2 and x.is_floating_point()]
-    if any(asked.embed_dim in x.shape for x in (*instance.parameters(), *tables)):
+    if any(asked.embed_dim in x.shape for x in (*instance.parameters(), *tables)) and not _begins_wider(
+        instance, asked
+    ):
         return asked.embed_dim
     for child in instance.modules():
         for name in ("embed_dim", "d_model", "embedding_dim", "in_features"):
@@ -175,6 +177,13 @@ def _width(instance: Any, asked: Sizes) -> int | None:
             vectors[0].size({1: 0, 3: 1}.get(vectors[0].dim(), -1))
         )  # (heads, width, head_dim) where it has three
     return int(tables[0].size(-1)) if tables else None
+
+
+def _begins_wider(instance: nn.Module, asked: Sizes) -> bool:
+    """Whether the first thing in it is a norm of several times the width that was asked for, which no vector has."""
+    (first, *_), widths = instance.parameters(), [p.numel() for p in instance.parameters() if p.dim() == 1]
+    wider = first.dim() == 1 and first.numel() % asked.embed_dim == 0
+    return wider and asked.embed_dim not in widths
 
 
 def _head_sized(instance: nn.Module, width: int) -> bool:

@@ -373,3 +373,23 @@ class RefusesAll(nn.Module):
 def test_masks_are_not_tried_again_where_none_has_changed_what_is_said_but_for_sizes() -> None:
     assert not list(trials_of(RefusesAll(), Sizes(), torch.float64))
     assert RefusesAll.calls < 300
+
+
+class PixelsAttendToTokens(nn.Module):
+    """Queries are the pixels of an image, keys and values the tokens of a text, of another width."""
+
+    def __init__(self, channels: int, d_context: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(channels, num_heads, kdim=d_context, vdim=d_context, batch_first=True)
+
+    def forward(self, context: Tensor, image: Tensor) -> Tensor:
+        found, _ = self.attention(image.flatten(2).mT, context, context, need_weights=False)
+        return found.mT.reshape(image.shape)
+
+
+def test_keys_and_values_may_be_tokens_beside_an_image() -> None:
+    report = verify(PixelsAttendToTokens)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert "width = image.size(3)" in report.equivalent.source
+    assert "keys and values (batch, len, features)" in dict(x[:2] for x in report.conventions)["layout"]
