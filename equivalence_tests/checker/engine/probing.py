@@ -145,7 +145,7 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths, trial = situation.trial.sizes, situation.trial
     # A causal mask of its own has one length, and images that attend to each other are as large as each other.
-    own = situation.plan.self_attention or situation.hides_by_itself or situation.plan.layout in OF_PIXELS
+    own = situation.plan.of_one_length or situation.hides_by_itself or situation.plan.layout in OF_PIXELS
     others = [role for _, role in situation.plan.roles if role not in OF_TOKENS and role[0] not in "=["]
     guessed = bool(others) and not situation.plan.named
     if own or guessed or lengths.query_len != lengths.key_len or situation.subject.adapter.call:

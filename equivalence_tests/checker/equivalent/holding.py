@@ -207,7 +207,7 @@ class Held:
             many = replace(trial, sizes=replace(trial.sizes, batch=MANY))
             yield case_of(many, None, "two images of 3 by 2 windows", seed=20)
         for place, (queries, keys) in enumerate(LENGTHS):
-            keys = queries if trial.plan.self_attention else keys
+            keys = queries if trial.plan.of_one_length else keys
             said = "1 query" if trial.plan.step else f"{queries} queries"
             yield case_of(trial, (queries, keys), f"{said} and {keys} keys", seed=23 + place)
         for one in (self.situation, *self.situation.other_masks):

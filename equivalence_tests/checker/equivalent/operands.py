@@ -336,12 +336,12 @@ class Relative:
         bias = None if self.bias is None else taken(self.bias).flatten()
         vectors = F.linear(self.positions(values, query.size(-2), key_len), taken(self.weight).flatten(0, 1), bias)
         vectors = vectors.unflatten(-1, self.weight.shape[:2])
-        return self.factor * torch.einsum("bhqd,qkhd->bhqk", query, vectors)
+        return self.factor * torch.einsum("bhqd,bqkhd->bhqk", query, vectors)
 
     def positions(self, values: Values, queries: int, keys: int) -> Tensor:
-        """Give the vectors of all distances, (q, k, features)."""
+        """Give the vectors of all distances, (b, q, k, features), of one sample where they are those of all."""
         apart, given = torch.arange(queries)[:, None] - torch.arange(keys), values.given[self.table]
-        return given if self.of_pairs else given[0, keys - 1 + (-apart if self.backwards else apart)]
+        return given[None] if self.of_pairs else given[:, keys - 1 + (-apart if self.backwards else apart)]
 
     def split(self, query: Projection) -> Projection:
         """Give the queries that meet keys with what only these have added as their second bias."""
@@ -372,8 +372,8 @@ def read_relative(
         with torch.no_grad():
             met = one.projected(values)[0, :, 1]
         for backwards, table in itertools.product((False, True), tables):
-            found = Relative(one, weight, table, 1.0, backwards, len(values.given[table]) > 1)
-            wanted = met[..., None] * found.positions(values, lengths[0], lengths[1])[1, 0]
+            found = Relative(one, weight, table, 1.0, backwards, values.given[table].shape[:2] == lengths)
+            wanted = met[..., None] * found.positions(values, lengths[0], lengths[1])[0, 1, 0]
             factor = factor_between(wanted, numbers, NEAR)
             if factor is not None:
                 usual = (x for x in (met.size(-1) ** -0.5, 1.0) if abs(factor / x - 1) < NEAR)

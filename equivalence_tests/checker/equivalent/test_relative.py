@@ -46,6 +46,20 @@ class OfPairs(OfDistances):
         return torch.einsum(self.meeting, query + self.of_distances, vectors)
 
 
+class OfThree(OfDistances):
+    """Right: takes queries, keys and values apart, and (batch, 2 len - 1, features)."""
+
+    def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
+        vectors = self.positions(pos_emb).view(len(query), -1, self.num_heads, query.size(-1)).transpose(1, 2)
+        return self.shifted((query + self.of_distances) @ vectors.mT)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_embedding: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.split(self.q(query)), self.split(self.k(key)), self.split(self.v(value))
+        scores = ((q + self.of_keys) @ k.mT + self.of_positions(q, pos_embedding)) / math.sqrt(q.size(-1))
+        out: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
 class OfTheFirst(OfDistances):
     """Takes the first vectors, whatever the distance is."""
 
@@ -87,6 +101,15 @@ def test_relative_positions_that_are_handed_over_are_read(made: type[OfDistances
     x = torch.randn(3, 7, 33, dtype=torch.float64)
     table = torch.randn((7, 7, 33) if made is OfPairs else (1, 13, 33), dtype=torch.float64)
     torch.testing.assert_close(report.equivalent.of(module)(x, table), module(x, table))
+
+
+def test_vectors_of_distances_may_be_given_for_each_sample() -> None:
+    report = verify(OfThree)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert report.equivalent is not None
+    module = OfThree(33, 3).double()
+    x, table = torch.randn(3, 7, 33, dtype=torch.float64), torch.randn(3, 13, 33, dtype=torch.float64)
+    torch.testing.assert_close(report.equivalent.of(module)(x, x, x, table), module(x, x, x, table))
 
 
 def test_what_is_said_to_another_distance_is_not_equal() -> None:

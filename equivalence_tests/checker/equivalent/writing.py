@@ -349,10 +349,10 @@ class AttentionWriter:
         self.writer.linear(
             "relative_proj", relative.weight.flatten(0, 1), None if relative.bias is None else relative.bias.flatten()
         )
-        row = f"[0, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
-        yield f"vectors = self.relative_proj({relative.table}{'' if relative.of_pairs else row})"
+        row = "[None]" if relative.of_pairs else f"[:, key.size(-2) - 1 {'-' if relative.backwards else '+'} distance]"
+        yield f"vectors = self.relative_proj({relative.table}{row})  # (batch or 1, query, key, features)"
         each = f"vectors.unflatten(-1, ({heads}, {width}))"
-        yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,qkhd->bhqk', met, {each})"
+        yield f"bias = bias + {relative.factor!r} * torch.einsum('bhqd,bqkhd->bhqk', met, {each})"
 
     def _learnt(self, places: Tensor, laid: str) -> str:
         if self.program.bias.rows is not None:

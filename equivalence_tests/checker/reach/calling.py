@@ -29,7 +29,8 @@ VECTOR = "=(batch, features)"  # one of each sample, as a time step or a class i
 CONSTANTS: dict[str, Any] = {"=None": None, "=True": True, "=False": False, "=0": 0, "=2": 2, "=no window": (-1, -1)}
 REAL_TOKENS = "=real tokens"  # what tokens are multiplied with: 1 for each
 POSITIONS_OF = OF_QUERIES, OF_KEYS = "positions of the queries", "positions of the keys"  # one vector for each token
-TABLES = OF_DISTANCES, OF_PAIRS = "=(1, 2 len - 1, features)", "=(len, len, features)"  # relative positions
+# Relative positions: vectors of the distances, or of each query and key.
+TABLES = ("=(1, 2 len - 1, features)", "=(batch, 2 len - 1, features)", "=(len, len, features)")
 HEADS = ("b h l d", "b l h d")
 WINDOWS = "b 1 1 l 1 e"  # of an image: rows and columns of windows, and of pixels in each
 OF_ONE = (("b 1 l e",), (PIXELS,), ("b e 1 l", "b e l 1 1"), (WINDOWS,), HEADS)
@@ -123,6 +124,11 @@ class CallPlan:
         return "input" in self.given
 
     @property
+    def of_one_length(self) -> bool:
+        """Whether there are as many keys as queries: they are one tensor, or vectors of their distances are given."""
+        return self.self_attention or not self.given.isdisjoint(TABLES)
+
+    @property
     def mask_parameter(self) -> str:
         """Name of the mask argument; "" if there is none."""
         return next((name for name, role in self.roles if role in ("mask", "mask?")), "")
@@ -170,7 +176,7 @@ class Trial:
     def inputs(self, query_len: int | None = None, key_len: int | None = None, seed: int = 11) -> Inputs:
         """Draw inputs, equal tensors where the plan has one argument for several roles; of other lengths if given."""
         queries = 1 if self.plan.step else query_len or self.sizes.query_len
-        keys = key_len or (query_len if self.plan.self_attention and query_len else self.sizes.key_len)
+        keys = key_len or (query_len if self.plan.of_one_length and query_len else self.sizes.key_len)
         batch = 1 if self.plan.layout == "l e" else self.sizes.batch
         tensors = 1 if self.plan.self_attention else 2 if "memory" in self.plan.given else 3
         lengths = (queries, keys, keys)[:tensors]
@@ -272,8 +278,10 @@ class Trial:
         if role == "=state":
             return empty_state(self.function, name, self.sizes, batch)
         if role in TABLES:
-            rows = (1, (2 * length - 1,)) if role == OF_DISTANCES else (length, (length,))
-            return _drawn(*rows, self.sizes.embed_dim, sum(name.encode()), self.dtype)[0].clone()
+            rows = dict(zip(TABLES, ((1, 2 * length - 1), (batch, 2 * length - 1), (length, length)), strict=True))[
+                role
+            ]
+            return _drawn(rows[0], rows[1:], self.sizes.embed_dim, sum(name.encode()), self.dtype)[0].clone()
         if role.startswith("=("):
             width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
             return _drawn(batch, (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()

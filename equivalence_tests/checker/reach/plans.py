@@ -128,6 +128,7 @@ def trials_of(
             if len(errors) > (MOST_AT_A_CRASH if CRASHES.met_in(errors) else MOST_FAILED):
                 return
             wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
+            wide = wide if plan.given.isdisjoint(TABLES) else replace(wide, key_len=wide.query_len)
             laid = {"layout": others, "step": queries} if of_step else {"layout": queries, "beside": others}
             trial = Trial(function, replace(plan, key_heads=heads, **laid), wide, dtype)
             for working in _working(trial, errors):
@@ -280,7 +281,8 @@ def _added_positions(roles: Mapping[str, str], required: set[str]) -> Iterator[d
     both = [OF_QUERIES, OF_KEYS][: 2 - (len(tokens) == 1)]
     likely = [both if TARGET.search(name.lower()) else both[::-1] for name in named]
     yield from (dict(zip(named, chosen, strict=True)) for chosen in (ranked(likely) if named else ()))
-    tables = [name for name in required if ADDED_POSITIONS.search(name.lower())] if len(tokens) == 1 else []
+    of_one = len(tokens) == 1 or sorted(tokens) == sorted(ROLES)  # which may be one and the same
+    tables = [name for name in required if of_one and ADDED_POSITIONS.search(name.lower())]
     yield from ({name: table} for name in tables for table in TABLES)
 
 
