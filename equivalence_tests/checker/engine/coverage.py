@@ -105,6 +105,8 @@ def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) ->
         _call_switch(name, parameter.default is not True, covered)
     elif (numbered := numbers_exercised(located, name)) is not None:
         covered.exercises.append(numbered)
+    elif name in unread_arguments(trial.function):
+        covered.exercises.append(Exercise(name, True, NEVER_READ))
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
@@ -115,8 +117,6 @@ def _argument(parameter: inspect.Parameter, covered: Covered, located: Trial) ->
         _dropout(name, parameter.default is None, covered)
     elif type(parameter.default) is int and is_tile(name, parameter.default, covered):
         return
-    elif name in unread_arguments(trial.function):
-        covered.exercises.append(Exercise(name, True, NEVER_READ))
     else:
         covered.leave_out(name, "its name does not say what it does")
 

@@ -169,7 +169,7 @@ def crossed(trial: Trial) -> Trial | None:
     """Give the way to call with a second tensor that may be left out, masks left to their defaults; None if none is."""
     parameters = parameters_of(trial.function)
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
-    held = {*required, *held_by_arguments(trial.function)}
+    held = {*required, *held_by_arguments(trial.function), *filter(LETTER.search, unread_arguments(trial.function))}
     memory = [n for n, role in roles.items() if role in ("memory", "key", "value") and n not in held]
     if not memory or "input" not in roles.values():
         return None

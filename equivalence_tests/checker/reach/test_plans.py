@@ -393,3 +393,24 @@ def test_keys_and_values_may_be_tokens_beside_an_image() -> None:
     assert report.equivalent is not None
     assert "width = image.size(3)" in report.equivalent.source
     assert "keys and values (batch, len, features)" in dict(x[:2] for x in report.conventions)["layout"]
+
+
+class NeverReadsY(nn.Module):
+    """Takes the targets that models take, and leaves them unread."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, num_heads, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class NeverReadsItsContext(NeverReadsY):
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_a_letter_that_nothing_reads_is_no_second_tensor() -> None:
+    assert verify(NeverReadsY).verdict == "equal"
+    assert [one.name for one in verify(NeverReadsItsContext).suspected] == ["memory_unused"]
