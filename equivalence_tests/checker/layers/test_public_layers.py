@@ -605,3 +605,32 @@ def test_a_layer_may_take_an_image_and_a_context_of_tokens() -> None:
     assert reasons == {"the sub-module group, a GroupNorm", "the sub-module group", "the sub-module leave"}, str(right)
     assert wrong.mistakes == ("residual_from_elsewhere",), str(wrong)
     assert line_of(wrong.findings[0]).endswith("return x + self.text(self.norm2(own), context, context)[0]"), str(wrong)
+
+
+class ReadsTheWholeRow(nn.Module):
+    """A classifier whose matrix takes the features of all tokens, one token after another."""
+
+    def __init__(self, d_model: int, nhead: int, walk_length: int, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(d_model, nhead, 2 * d_model, batch_first=True)
+        self.row, self.classes = nn.Linear(walk_length * d_model, 20), nn.Linear(20, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classes(self.row(self.laid(self.layer(x)).flatten(1)))
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ReadsItFeatureByFeature(ReadsTheWholeRow):
+    """Right, too: the matrix is learnt in this order."""
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+def test_a_model_whose_matrix_takes_all_tokens_is_run_on_as_many() -> None:
+    for right in (ReadsTheWholeRow, ReadsItFeatureByFeature):
+        report = verify(right)
+        assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+        assert {one.reason for one in report.intended} == {"the output holds no tokens"}

@@ -22,6 +22,7 @@ from equivalence_tests.checker.layers.whole_values import (
     call_of,
     events_in,
     factor_of,
+    is_row,
     lies_in_order,
     meets_features,
     numbers_in,
@@ -247,7 +248,9 @@ class Follower(Parts):
         moved = [result] if isinstance(result, Tensor) else [*result]
         whole = sum(x.numel() for x in moved)
         for x, slot in zip(moved, operation.outputs, strict=True):
-            if x.numel() >= value.places.numel():
+            if is_row(x, value.places):
+                self._pooled("the row", value, operation)
+            elif x.numel() >= value.places.numel():
                 self._give([slot.tensor], Value(value.terms, x))
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids

@@ -208,7 +208,8 @@ class Sums:
         if kind == "layer_norm" and path in self.paths and len(getattr(own, "normalized_shape", ())) > 1:
             self.say(f"{path} normalises several tokens as one", "project")
         if kind == "linear" and before in ("linear", "feed_forward"):
-            self.say(f"{path} follows another matrix with nothing in between", "project")
+            said = "the output holds no tokens" if self.labels.is_pooled(self.labels.made[value.only]) else ""
+            self.say(f"{path} follows another matrix with nothing in between", "project", said)
 
     def made_of_none(self, path: str, name: str, positions: bool = False) -> None:
         """Say that a part takes tokens that are learnt, or of unknown origin, or positions, which it may add itself."""

@@ -376,6 +376,12 @@ def meets_features(one: Value, other: Value) -> bool:
     return min(x.dim(), y.dim()) > 1 and all(map(lies_in_order, (x, y.mT))) and lies_whole(x) and lies_whole(y.mT)
 
 
+def is_row(places: Tensor, tokens: Tensor) -> bool:
+    """Whether each sample has all its features in one row, in whatever order."""
+    alike = places.dim() == 2 < tokens.dim() == 3 and places.shape == tokens.flatten(1).shape
+    return alike and torch.equal(places.sort().values, tokens.flatten(1).sort().values)
+
+
 def is_turned(places: Tensor) -> bool:
     """Whether the last axis holds the tokens and the one before it the features, both in order."""
     return places.dim() > 2 and lies_whole(places.mT) and lies_in_order(places.mT)

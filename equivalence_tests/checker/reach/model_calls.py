@@ -18,6 +18,8 @@ from equivalence_tests.checker.reach.calling import CONSTANTS, POSITIONS_OF, Inp
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import POSITION, POSITIONS, trials_of
 from equivalence_tests.checker.reach.proposing import (
+    LONGEST,
+    SHORT,
     compared_by,
     exact_lengths,
     nodes_of,
@@ -47,6 +49,7 @@ BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS, COLOURS = 3, 4  # the last with that of transparency
 MOST_TRIALS, MOST_CONDITIONED = 4, 8
+MOST_NUMBERS = 1 << 20  # in an image
 GIVEN = ("mask", "segments", "positions", "source", "target")  # the roles of what is not of each sample
 Given = Mapping[str, Tensor]
 Drawn = tuple[str, list[Tensor], int]  # what it is, the tensors and the width of the patches of an image
@@ -318,7 +321,7 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     generator = torch.Generator().manual_seed(0)
     sizes = [n for n in vocabularies(module) if n > FIRST_ID + 2]
     exact = (n for length in exact_lengths(module) for n in (length, length - 1))  # a class token may come before them
-    lengths = [*LENGTHS, *((n, n) for n in exact)]
+    lengths = [*LENGTHS, *((n, n) for n in (*exact, *_flattened(module)))]
     if sizes:
         for one in lengths:
             yield "ids", [_distinct(min(sizes), length, generator) for length in one[:count]], 1
@@ -335,8 +338,16 @@ def _drawn(module: nn.Module, count: int) -> Iterator[Drawn]:
     for stated, (channels, patch) in itertools.product(
         (True, False), _patches(module) if convolved or not sizes else ()
     ):
-        for side in _image_sides(module, patch, stated):
+        for side in (n for n in _image_sides(module, patch, stated) if channels * n * n <= MOST_NUMBERS):
             yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
+
+
+def _flattened(module: nn.Module) -> list[int]:
+    """How many tokens a matrix takes that takes the features of all, one token after another."""
+    taken = [m.in_features for m in module.modules() if isinstance(m, nn.Linear)]
+    widths = [m.normalized_shape[-1] for m in module.modules() if isinstance(m, nn.LayerNorm)]
+    whole = (n // width for n in taken for width in [*taken[:1], *widths[:1]] if n % width == 0)
+    return [n for n in dict.fromkeys(whole) if SHORT < n <= LONGEST]
 
 
 def vocabularies(module: nn.Module) -> list[int]:
