@@ -106,7 +106,7 @@ def _sized(make: Callable[..., Any], trial: Trial) -> Any:
     roles = {one: first_match(one, MASK_ROLES, "") for one in asked}
     given = {one: known.get(role, value_for(one, sizes)[1]) for one, role in roles.items()}
     own = {one: getattr(trial.function, one, None) for one in asked}
-    return make(**given | {one: x for one, x in own.items() if type(x) is int})
+    return make(**given | {one: x for one, x in own.items() if type(x) is int and x > 0})  # 0 until it is set
 
 
 def _in_dtype(kind: type, trial: Trial) -> Any:

@@ -14,11 +14,12 @@ class SetsItsCacheUp(nn.Module):
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
-        self.n_heads, self.width = n_heads, dim // n_heads
+        self.n_heads, self.width, self.max_batch_size, self.max_seq_len = n_heads, dim // n_heads, 0, 0
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def setup_cache(self, max_batch_size: int, max_seq_len: int, dtype: torch.dtype | None = None) -> None:
-        shape, weight = (max_batch_size, self.n_heads, max_seq_len, self.width), self.wk.weight
+        self.max_batch_size, self.max_seq_len, weight = max_batch_size, max_seq_len, self.wk.weight
+        shape = (max_batch_size, self.n_heads, max_seq_len, self.width)
         self.k_cache, self.v_cache = (weight.new_zeros(shape, dtype=dtype or weight.dtype) for _ in range(2))
 
     def turned(self, x: Tensor, start: int) -> Tensor:
