@@ -14,6 +14,7 @@ from equivalence_tests.checker.layers.whole_beside import normalised
 from equivalence_tests.checker.layers.whole_parts import OF_POSITIONS, Parts
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
+    DROPS,
     FEATURES,
     PASSES,
     POOLS,
@@ -235,16 +236,14 @@ class Follower(Parts):
         self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
     def _moved(self, operation: Operation, value: Value) -> None:
-        drops = operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
-        if drops or not value.places.dim():  # a table has none
+        if operation.name in DROPS or not value.places.dim():  # a table has none
             self.sums.moved(operation, value)
             self._give([slot.tensor for slot in operation.outputs], value)
             return
         if value.places.shape != operation.inputs[0].value.shape:
             raise UnreadError(f"{operation.name} of something without tokens")
-        with torch.no_grad():
-            others = [slot.value for slot in operation.inputs[1:]]
-            result = operation.call([value.places, *others]) if operation.name in MOVES else value.places
+        others = [slot.value for slot in operation.inputs[1:]]
+        result = operation.call([value.places, *others]) if operation.name in MOVES else value.places
         moved = [result] if isinstance(result, Tensor) else [*result]
         whole = sum(x.numel() for x in moved)
         for x, slot in zip(moved, operation.outputs, strict=True):

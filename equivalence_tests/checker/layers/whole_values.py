@@ -17,10 +17,9 @@ from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
-PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | words(
-    "to cpu type_as type float double half bfloat16 long int nan_to_num requires_grad "
-    "dropout alpha_dropout feature_dropout dropout1d"
-)
+DROPS = words("dropout alpha_dropout feature_dropout dropout1d")
+PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | DROPS
+PASSES |= words("to cpu type_as type float double half bfloat16 long int nan_to_num requires_grad")
 SHAPED = words("view_as reshape_as expand_as type_as to")
 ACTS = words("relu gelu silu tanh sigmoid softplus elu leaky_relu selu mish hardswish relu6 prelu")
 POOLS = words("mean sum amax max")

@@ -150,6 +150,13 @@ class CallPlan:
         layouts = {"query": self.step} | dict.fromkeys(("key", "value", "memory"), self.beside)
         return {name: layouts[role] for name, role in self.roles if layouts.get(role)}
 
+    def laid_out(self, layout: str) -> "CallPlan":
+        """Give the same for one of the ``LAYOUTS``, of all tokens, or of queries and of others."""
+        queries, _, others = layout.partition(", ")
+        if layout in OF_STEPS:
+            return replace(self, layout=others, step=queries)
+        return replace(self, layout=queries, beside=others)
+
     def at(self, place: str) -> tuple[str, str]:
         """Give the name and the role of a tensor by where it lies in a call: "key", "inputs[1]", "0" by position."""
         name, bracket, index = place.partition("[")

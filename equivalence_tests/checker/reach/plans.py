@@ -119,9 +119,8 @@ def trials_of(
             one = plan.self_attention and isinstance(function, nn.Module)
             if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
                 continue
-            queries, _, others = layout.partition(", ")
-            of_step = layout in OF_STEPS
-            if others and (found or not plan.may_lie_apart or (of_step and any(map(NOT_VIEWED.search, errors)))):
+            not_viewed = layout in OF_STEPS and any(map(NOT_VIEWED.search, errors))
+            if ", " in layout and (found or not plan.may_lie_apart or not_viewed):
                 continue
             if (heads and "h" not in layout) or (layout == "l e" and VECTOR in dict(plan.roles).values()):
                 continue  # without samples there is no vector of each
@@ -129,10 +128,9 @@ def trials_of(
                 return
             wide = replace(lengths, head_dim=3 * lengths.head_dim) if PACKED in dict(plan.roles) else lengths
             wide = wide if plan.given.isdisjoint(TABLES) else replace(wide, key_len=wide.query_len)
-            laid = {"layout": others, "step": queries} if of_step else {"layout": queries, "beside": others}
-            trial = Trial(function, replace(plan, key_heads=heads, **laid), wide, dtype)
+            trial = Trial(function, replace(plan.laid_out(layout), key_heads=heads), wide, dtype)
             for working in _working(trial, errors):
-                if of_step and _takes_as_many(trial):
+                if trial.plan.step and _takes_as_many(trial):
                     break
                 found = True
                 yield working

@@ -181,9 +181,9 @@ def _width(instance: Any, asked: Sizes) -> int | None:
 
 def _begins_wider(instance: nn.Module, asked: Sizes) -> bool:
     """Whether the first thing in it is a norm of several times the width that was asked for, which no vector has."""
-    (first, *_), widths = instance.parameters(), [p.numel() for p in instance.parameters() if p.dim() == 1]
-    wider = first.dim() == 1 and first.numel() % asked.embed_dim == 0
-    return wider and asked.embed_dim not in widths
+    vectors, first = [p for p in instance.parameters() if p.dim() == 1], next(instance.parameters(), None)
+    wider = bool(vectors) and first is vectors[0] and first.numel() % asked.embed_dim == 0
+    return wider and asked.embed_dim not in map(Tensor.numel, vectors)
 
 
 def _head_sized(instance: nn.Module, width: int) -> bool:

@@ -12,6 +12,7 @@ from equivalence_tests.checker.helpers_for_tests import changed
 from equivalence_tests.checker.reach import plans
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.subject import Adapter, sizes_of
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.stages import ThreeMatrices
 
@@ -414,3 +415,11 @@ class NeverReadsItsContext(NeverReadsY):
 def test_a_letter_that_nothing_reads_is_no_second_tensor() -> None:
     assert verify(NeverReadsY).verdict == "equal"
     assert [one.name for one in verify(NeverReadsItsContext).suspected] == ["memory_unused"]
+
+
+def test_the_first_norm_is_as_wide_as_the_tokens_where_the_constructor_takes_the_width_of_a_head() -> None:
+    asked, table, head = Sizes(), nn.Module(), Sizes().embed_dim
+    table.register_buffer("table", torch.zeros(4, head))
+    layer = nn.Sequential(nn.LayerNorm(2 * head), nn.Linear(2 * head, 2 * head), nn.Linear(head, 7, bias=False))
+    widths = [sizes_of(one, asked, Adapter()).embed_dim for one in (table, layer, layer[1:])]
+    assert widths == [head, 2 * head, head]
