@@ -583,12 +583,13 @@ class PixelsAndContext(nn.Module):
         x = x + self.own(y, y, y)[0]
         return x + self.text(self.norm2(x), context, context)[0]
 
-    def forward(self, image: Tensor, context: Tensor) -> Tensor:
-        x = self.enter(self.group(image)).flatten(2).mT
-        x = self.attended(x, context)
+    def tokens(self, image: Tensor, context: Tensor) -> Tensor:
+        x = self.attended(self.enter(self.group(image)).flatten(2).mT, context)
         y, gate = self.wider(self.norm3(x)).chunk(2, -1)
-        x = x + self.narrower(y * F.gelu(gate))
-        return self.leave(x.mT.reshape(image.shape)) + image
+        return x + self.narrower(y * F.gelu(gate))
+
+    def forward(self, image: Tensor, context: Tensor) -> Tensor:
+        return self.leave(self.tokens(image, context).mT.reshape(image.shape)) + image
 
 
 class ForgetsWhatPixelsGave(PixelsAndContext):
@@ -598,6 +599,27 @@ class ForgetsWhatPixelsGave(PixelsAndContext):
         return x + self.text(self.norm2(own), context, context)[0]
 
 
+class EndsInPixels(PixelsAndContext):
+    """Right: nothing stands behind the tokens, and they are all that comes back."""
+
+    def __init__(self, n_heads: int, head_width: int, d_context: int) -> None:
+        super().__init__(n_heads, head_width, d_context)
+        del self.leave
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.mT
+
+    def forward(self, image: Tensor, context: Tensor) -> Tensor:
+        return self.laid(self.tokens(image, context)).reshape(image.shape)
+
+
+class EndsInRows(EndsInPixels):
+    """Views rows of features as an image."""
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x
+
+
 def test_a_layer_may_take_an_image_and_a_context_of_tokens() -> None:
     right, wrong = verify(PixelsAndContext), verify(ForgetsWhatPixelsGave)
     assert (right.verdict, right.mistakes) == ("equal", ()), str(right)
@@ -605,6 +627,8 @@ def test_a_layer_may_take_an_image_and_a_context_of_tokens() -> None:
     assert reasons == {"the sub-module group, a GroupNorm", "the sub-module group", "the sub-module leave"}, str(right)
     assert wrong.mistakes == ("residual_from_elsewhere",), str(wrong)
     assert line_of(wrong.findings[0]).endswith("return x + self.text(self.norm2(own), context, context)[0]"), str(wrong)
+    assert verify(EndsInPixels).verdict == "equal"
+    assert "the output has its tokens or features in another order" in verify(EndsInRows).reason
 
 
 class ReadsTheWholeRow(nn.Module):
@@ -629,8 +653,21 @@ class ReadsItFeatureByFeature(ReadsTheWholeRow):
         return x.mT
 
 
+class ScramblesRows(ReadsTheWholeRow):
+    """Views rows of features as tokens again, which they are not."""
+
+    def __init__(self, d_model: int, nhead: int, walk_length: int, num_classes: int) -> None:
+        super().__init__(d_model, nhead, walk_length, num_classes)
+        self.row, self.classes = nn.Linear(d_model, d_model), nn.Linear(walk_length * d_model, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.layer(x).mT.flatten(1).view(x.shape)
+        return self.classes(self.row(tokens).relu().flatten(1))
+
+
 def test_a_model_whose_matrix_takes_all_tokens_is_run_on_as_many() -> None:
     for right in (ReadsTheWholeRow, ReadsItFeatureByFeature):
         report = verify(right)
         assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
         assert {one.reason for one in report.intended} == {"the output holds no tokens"}
+    assert verify(ScramblesRows).mistakes == ("changed_by_mT",)

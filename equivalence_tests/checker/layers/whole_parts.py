@@ -30,7 +30,7 @@ from equivalence_tests.checker.layers.whole_values import (
     relaid,
 )
 from equivalence_tests.checker.reach.arguments import role_of_parameter
-from equivalence_tests.checker.reach.calling import PIXELS
+from equivalence_tests.checker.reach.calling import IMAGE, PIXELS
 from equivalence_tests.checker.reporting.lines import Frames
 
 OF_POSITIONS = "positional_encoding"
@@ -74,7 +74,7 @@ class Parts:
         if hidden or self.conditions.given(argument, x, self.recorder.calls[0].inputs) or x.dim() < 2:
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
-        if self.layout.startswith("b e") and x.dim() == len(self.layout.split()):
+        if self.layout == IMAGE and x.dim() == 4:
             places = places_of_channels(x.shape)
         elif x.dim() == 4 and self.layout != PIXELS:  # an image: what convolutions make of it is numbered anew
             places = torch.zeros(x.shape, dtype=torch.long)
@@ -159,6 +159,7 @@ class Parts:
         taken = (x.places.movedim(1, -1) if second else x.places for x in data if x.places.dim() > second)
         ordered = lies_in_order if kind == "attention" else lies_whole
         cut = kind in ("layer_norm", "embedding") and are_pixels(data[0].places)  # into patches, in whatever order
+        cut |= self.labels.kind(data[0]) == "pool" and data[0].places.dim() == 2  # a row of all, in whatever order
         if kind in (*IN_ORDER, "embedding") and not cut and not all(map(ordered, taken)):
             self.sums.say(f"{path} is given tokens or features in another order", "project")
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from equivalence_tests.checker.layers.whole_values import (
     written_activation,
 )
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.calling import IMAGE
 from equivalence_tests.checker.reach.errors import said
 
 NOT_FOLLOWED = (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError)
@@ -249,6 +251,7 @@ class Follower(Parts):
         for x, slot in zip(moved, operation.outputs, strict=True):
             if is_row(x, value.places):
                 self._pooled("the row", value, operation)
+                self._give([slot.tensor], replace(self.values[id(slot.tensor)], places=x))
             elif x.numel() >= value.places.numel():
                 self._give([slot.tensor], Value(value.terms, x))
             elif not slot.value.is_floating_point():
@@ -370,4 +373,4 @@ class Follower(Parts):
         for label, made in self.labels.of_kind("given"):
             if label not in self.labels.users and "compared" in {one.kind for one in self.labels.made.values()}:
                 self.sums.say(f"nothing reads {made.words}", "unused")
-        self.sums.come_back(known)
+        self.sums.come_back(known, self.layout == IMAGE)

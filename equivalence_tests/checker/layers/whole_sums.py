@@ -219,11 +219,11 @@ class Sums:
         said = f"the parameter {name}" if name else ""
         self.say(f"{path} takes tokens that are made from none that are passed in", "project", said)
 
-    def come_back(self, value: Value) -> None:
-        """Ask of what comes back whether it is the stream of tokens, in order."""
+    def come_back(self, value: Value, image: bool) -> None:
+        """Ask of what comes back whether it is the stream of tokens, in order; of an image, pixels lie last."""
         self.used(value, "the output")
-        ordered = is_turned if self.inverts else lies_in_order
-        if value.places.dim() and not ordered(value.places):
+        ordered = is_turned if self.inverts or image else lies_in_order
+        if value.places.dim() and not ordered(value.places.flatten(2) if image else value.places):
             self.say("the output has its tokens or features in another order", "output")
         for label, _ in value.terms:
             self.labels.users.setdefault(label, set()).add("output")
