@@ -50,14 +50,13 @@ class OfThree(OfDistances):
     """Right: takes queries, keys and values apart, and (batch, 2 len - 1, features)."""
 
     def of_positions(self, query: Tensor, pos_emb: Tensor) -> Tensor:
-        vectors = self.positions(pos_emb).view(len(query), -1, self.num_heads, query.size(-1)).transpose(1, 2)
+        vectors = self.positions(pos_emb).view(len(query), -1, self.heads, query.size(-1)).transpose(1, 2)
         return self.shifted((query + self.of_distances) @ vectors.mT)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_embedding: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = self.split(self.q(query)), self.split(self.k(key)), self.split(self.v(value))
+        q, k, v = self.projected(query, key, value)
         scores = ((q + self.of_keys) @ k.mT + self.of_positions(q, pos_embedding)) / math.sqrt(q.size(-1))
-        out: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return out
+        return self.finish(scores.softmax(-1) @ v)
 
 
 class OfTheFirst(OfDistances):

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -250,8 +249,7 @@ class Follower(Parts):
         whole = sum(x.numel() for x in moved)
         for x, slot in zip(moved, operation.outputs, strict=True):
             if is_row(x, value.places):
-                self._pooled("the row", value, operation)
-                self._give([slot.tensor], replace(self.values[id(slot.tensor)], places=x))
+                self._pooled("the row", value, operation, x)
             elif x.numel() >= value.places.numel():
                 self._give([slot.tensor], Value(value.terms, x))
             elif not slot.value.is_floating_point():
@@ -269,12 +267,13 @@ class Follower(Parts):
             else:
                 self._strange(operation, [value])
 
-    def _pooled(self, name: str, value: Value, operation: Operation) -> None:
+    def _pooled(self, name: str, value: Value, operation: Operation, places: Tensor | None = None) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
         self.sums.used(value, name)
         evidence = "" if name == "another token" else "the output holds no tokens"
         self.sums.say(f"{name} of all tokens is taken", "output", evidence)
-        self._new("pool", name, [value], [operation.outputs[0].tensor], places_of(operation.outputs[0].value.shape))
+        out = operation.outputs[0]
+        self._new("pool", name, [value], [out.tensor], places_of(out.value.shape) if places is None else places)
 
     def _added(self, operation: Operation, sign: float) -> None:
         one, other = (self._operand(slot.tensor) for slot in operation.inputs)
