@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.same import LOOSE, VANISHED, near
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun, vocabularies
 from equivalence_tests.checker.reach.proposing import code_of, parsed
-from equivalence_tests.checker.reach.state import ask
+from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reach.syntax import assigned_in
 from equivalence_tests.checker.reporting.lines import Frames
 from equivalence_tests.checker.reporting.lines import source_of as source_text
@@ -47,6 +47,7 @@ class Site(NamedTuple):
 
 
 Seen = dict[Site, set[tuple[int, int]]]  # which query gives weight to which key
+Tokens = tuple[Tensor | None, Tensor | None]  # of the source and of the target
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Mask:
     of_others: bool = False  # whether all that it hides in the first attention is made of other tokens
     inverted: Sequence[Site] = ()  # attentions in which padding is all that is seen
     of_queries: bool = False  # whether padding sees nothing, and is seen
+    of_samples: bool = False  # whether the padding of one sample changes what comes back for another
     widens: bool = False  # whether the scores get more axes from it in some form
 
     @property
@@ -92,6 +94,8 @@ class Masks:
     def mistakes(self) -> Iterator[tuple[str, str, str]]:
         """Say which masks miss the attentions that they belong to: the mistake, the side or the mask, and the path."""
         inverted = [site for mask in self.masks for site in mask.inverted]
+        if any(mask.of_samples for mask in self.masks):
+            yield "padding_of_other_samples", "", ""
         if inverted:
             yield "model_padding_inverted", "", inverted[0].path
         if inverted or not self.sites:
@@ -317,6 +321,9 @@ class _Reader:
         both[side] = padded = ids.clone()
         for place, pad in zip(range(HIDDEN, ids.size(1)), _pads(self.module), strict=False):
             padded[:, place] = pad
+        if self._is_shared((self.run.source, self.run.target), (both["source"], both["target"])):
+            yield Mask(PADDING, side=side, of_samples=True)
+            return
         assert both["source"] is not None  # a source there is
         seen = self.seen({}, both["source"], both["target"])
         reached = [site for site, pairs in seen.items() if pairs != self.plain.get(site)]
@@ -325,6 +332,18 @@ class _Reader:
             yield Mask(PADDING, used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
         elif side == "source" and any(self._hides_queries(*one) for one in self._parts({}, padded, self.run.target)):
             yield Mask(PADDING, side=side, of_queries=True)
+
+    def _is_shared(self, full: Tokens, padded: Tokens) -> bool:
+        """Whether padding in the first sample alone changes the others, of which none or all have some."""
+        return self._changed_by_first(full, padded) or self._changed_by_first(padded, full)
+
+    def _changed_by_first(self, given: Tokens, other: Tokens) -> bool:
+        """Whether other tokens in the first sample change what comes back for the rest."""
+        pairs = zip(given, other, strict=True)
+        source, target = (x if x is None or y is None else torch.cat([y[:1], x[1:]]) for x, y in pairs)
+        calls = [(x, y) for x, y in (given, (source, target)) if x is not None]
+        before, after = attempt(lambda: [self.run.call(*one)[1:] for one in calls]) or (torch.zeros(0),) * 2
+        return before.shape == after.shape and not torch.allclose(before, after, LOOSE, LOOSE, equal_nan=True)
 
     def _hides_queries(self, part: Part, site: Site) -> bool:
         """Whether a mask leaves some queries no key in an attention without order, and others see those tokens."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.helpers_for_tests import report_on
+from equivalence_tests.checker.helpers_for_tests import line_of, report_on
 from equivalence_tests.checker.layers.whole_beside import Hidden
 from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
@@ -273,6 +273,30 @@ def test_padding_in_front_that_leaves_a_query_without_keys_is_listed() -> None:
     report = verify(Recommender)
     assert [one.what for one in report.not_exercised] == ["padding in front of the tokens"], str(report)
     assert verify(AlwaysSeesTheFirst).verdict == "equal", str(verify(AlwaysSeesTheFirst))
+
+
+class HidesThePaddingOfTheFirst(AlwaysSeesTheFirst):
+    def padding(self, items: Tensor) -> Tensor:
+        return super().padding(items)[:1].expand_as(items)
+
+
+class HidesWhereAnyIsPadded(AlwaysSeesTheFirst):
+    def padding(self, items: Tensor) -> Tensor:
+        return super().padding(items).any(0).expand_as(items)
+
+
+class ReadsAtTheLastOfTheLongest(AlwaysSeesTheFirst):
+    def forward(self, items: Tensor) -> Tensor:
+        ends = (items != 0).sum(-1).max().expand(len(items)) - 1
+        return super().forward(items)[torch.arange(len(items)), ends]
+
+
+@pytest.mark.parametrize("model", [HidesThePaddingOfTheFirst, HidesWhereAnyIsPadded, ReadsAtTheLastOfTheLongest])
+def test_padding_that_samples_share_is_found(model: type[nn.Module]) -> None:
+    report = verify(model)
+    assert report.mistakes == ("padding_of_other_samples",), str(report)
+    (finding,) = report.findings
+    assert "items" in line_of(finding)
 
 
 SHARED = (

@@ -117,6 +117,13 @@ ROWS = (
         ran="ne, eq, gt, ge, lt",
     ),
     _layer(
+        "padding_of_other_samples",
+        "The padding of one sample changes the output for the others, as where they share its mask or its length.",
+        ("(ids == pad)[:1], or a length of the whole batch", "a mask, a length and positions of each sample's own"),
+        "Keep the axis of the samples in whatever is made of the padding.",
+        ran="ne, eq, gt, ge, lt",
+    ),
+    _layer(
         "layers_not_chained",
         "The layers of a stack do not feed into one another.",
         ("every layer gets the same input", "x = layer(x) for each layer"),
