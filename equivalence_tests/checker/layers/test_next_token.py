@@ -267,6 +267,10 @@ class MakesItsMasks(layers.TranslationModel):
 
     layers = 1
 
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int, d_ff: int, max_len: int) -> None:
+        super().__init__(vocab_size, d_model, n_heads, d_ff, max_len)
+        self.heads = n_heads
+
     def forward(self, src: Tensor, tgt: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
         if tgt_mask is None:
             tgt_mask = self.made(tgt)
@@ -276,7 +280,8 @@ class MakesItsMasks(layers.TranslationModel):
         return self.head(self.last_norm(x))
 
     def made(self, tgt: Tensor) -> Tensor:
-        return (tgt == 0).any(0)[None, :].repeat(tgt.size(1), 1)
+        hidden = (tgt == 0)[:, None].expand(-1, tgt.size(1), -1)
+        return hidden.repeat_interleave(self.heads, 0)
 
 
 class MakesACausalMask(MakesItsMasks):
