@@ -27,6 +27,7 @@ from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelR
 from equivalence_tests.checker.reach.proposing import code_of, parsed
 from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reach.syntax import assigned_in
+from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import Frames
 from equivalence_tests.checker.reporting.lines import source_of as source_text
 
@@ -36,6 +37,11 @@ WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
 PADDING = "padding"
+PADDED = 2  # how much padding is put behind the tokens
+CHANGES = "with it, what comes back is not what comes back without it"
+SEES_NONE = (
+    "it has no key to see, which gives NaN, in torch's own layers on their fast path; padding behind the tokens ran"
+)
 TARGET = "arg:1"  # how a watched run names it
 
 
@@ -169,12 +175,19 @@ def line_that_sets(function: Callable[..., Any], name: str) -> Frames:
     )
 
 
-def padding_in_front_sees_nothing(module: nn.Module, run: ModelRun) -> bool:
-    """Whether a first token that is padding has no key to see in some attention, as those behind it are hidden too."""
-    reader = _Reader(module, run, 1, run)
-    padded = (run.source.index_fill(1, torch.tensor(0), pad) for pad in _pads(module))
+def padding_not_run(module: nn.Module, run: ModelRun, hides: bool) -> Iterator[Exercise]:
+    """List where padding may stand that a model knows, and is not compared: in front, if it hides it, or behind."""
+    reader, pads = _Reader(module, run, 1, run), _pads(module)
+    padded = (run.source.index_fill(1, torch.tensor(0), pad) for pad in pads)
     runs = (reader.seen({}, ids, run.target) for ids in padded)
-    return any(not seen or any(all(query for query, _ in pairs) for pairs in seen.values()) for seen in runs)
+    if hides and any(not seen or any(all(query for query, _ in pairs) for pairs in seen.values()) for seen in runs):
+        yield Exercise("padding in front of the tokens", False, SEES_NONE)
+    behind = torch.nn.functional.pad(run.source, (0, PADDED), value=pads[0])
+    alone, beside = attempt(lambda: [run.call(x, run.target) for x in (run.source, behind)]) or (torch.zeros(0),) * 2
+    if alone.dim() == beside.dim() == 3:
+        beside = beside[:, : alone.size(1)]
+        if alone.shape == beside.shape and not torch.allclose(alone, beside, LOOSE, LOOSE, equal_nan=True):
+            yield Exercise("padding behind the tokens", False, f"id {pads[0]}: {CHANGES}")
 
 
 class _Reader:

@@ -24,7 +24,7 @@ from equivalence_tests.checker.layers.masks import (
     line_that_sets,
     looks_ahead,
     makes_where_missing,
-    padding_in_front_sees_nothing,
+    padding_not_run,
 )
 from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, masks_of, outermost, recorded
 from equivalence_tests.checker.mistakes import named_mistake
@@ -43,13 +43,11 @@ from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_us
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
 WHOLE_MODEL = "the whole model"
+COMPARES = ("eq", "ne", "gt")  # ids with that of padding
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 OF_OTHERS, OF_ANOTHER = "mask_hides_other_entries", "outputs_of_other_tokens"
 SEES_ALL = "every token sees those after it: right where hidden tokens are predicted, wrong where the next one is"
-SEES_NONE = (
-    "it has no key to see, which gives NaN, in torch's own layers on their fast path; padding behind the tokens ran"
-)
 # Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
 GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$|sasrec", re.IGNORECASE)
 BOTH_WAYS = re.compile(r"masked_?(lm|lang|model|im|tok|auto)|bert|bidirect|encoder|prefix|diffusion", re.IGNORECASE)
@@ -126,9 +124,10 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     off = switch_off(walk.module, OF_MASKS)
     idle = [mask for mask in read.masks if off and mask.tried and not mask.used]
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
-    padded = any(mask.name == PADDING for mask in read.masks) and run.target is None
-    if padded and padding_in_front_sees_nothing(walk.module, run):
-        walk.report.coverage.append(Exercise("padding in front of the tokens", False, SEES_NONE))
+    hides, ran = any(mask.name == PADDING for mask in read.masks), [] if walk.ran is None else walk.ran.operations
+    compares = any(op.name in COMPARES and op.frames and op.inputs[0].value.dtype == torch.long for op in ran)
+    if run.target is None and run.kind == "ids" and (hides or compares):
+        walk.report.coverage += padding_not_run(walk.module, run, hides)
     required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
     for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):
         walk.skip(WHOLE_MODEL, f"{name} hides no token in any form that was tried")

@@ -299,6 +299,28 @@ def test_padding_that_samples_share_is_found(model: type[nn.Module]) -> None:
     assert "items" in line_of(finding)
 
 
+class ReadsAtTheLast(AlwaysSeesTheFirst):
+    """Right: what it knows of the whole is at the last item that is no padding."""
+
+    def forward(self, items: Tensor) -> Tensor:
+        return super().forward(items)[torch.arange(len(items)), self.ends(items)]
+
+    def ends(self, items: Tensor) -> Tensor:
+        return (items != 0).sum(-1) - 1
+
+
+class ReadsOneEarly(ReadsAtTheLast):
+    """Wrong where no row is padded."""
+
+    def ends(self, items: Tensor) -> Tensor:
+        return super().ends(items[:, :-1])
+
+
+def test_padding_behind_the_tokens_that_changes_what_comes_back_is_listed() -> None:
+    assert verify(ReadsAtTheLast).verdict == "equal", str(verify(ReadsAtTheLast))
+    assert [one.what for one in verify(ReadsOneEarly).not_exercised] == ["padding behind the tokens"]
+
+
 SHARED = (
     TEXT.replace(f"        if mask is not None:\n            {END}\n", "")
     .replace("~mask[:, None, None]", "~mask[None]")
