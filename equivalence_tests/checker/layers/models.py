@@ -126,7 +126,7 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     walk.report.coverage += [Exercise(mask.name, False, f"it has no effect: {off} is False") for mask in idle]
     hides, ran = any(mask.name == PADDING for mask in read.masks), [] if walk.ran is None else walk.ran.operations
     compares = any(op.name in COMPARES and op.frames and op.inputs[0].value.dtype == torch.long for op in ran)
-    if run.target is None and run.kind == "ids" and (hides or compares):
+    if run.kind == "ids" and (hides or compares):
         walk.report.coverage += padding_not_run(walk.module, run, hides)
     required = {p.name for p in parameters_of(walk.module) if p.default is p.empty}
     for name in (one.name for one in read.masks if one.used and not one.reached and one.name in required):

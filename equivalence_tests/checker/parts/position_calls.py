@@ -298,11 +298,15 @@ def rotating(function: Callable[..., Any]) -> Iterator[Callable[[Tensor], Tensor
 def _of_vectors(
     function: Callable[..., Any], names: list[str], turning: set[str], form: AngleForm | None, axis: int | None
 ) -> Callable[[Tensor], Tensor]:
+    louder = {name: float(place) for place, name in enumerate((x for x in names if x not in turning), 1)}
+
     def rotated(x: Tensor) -> Tensor:
         heads = x if axis is None else torch.stack((x, LOUDER * x), axis)
-        angles = {name: form.build(name, x[0], BASE) for name in turning if form is not None}
-        returned = tensors_in((function(*(angles.get(name, heads.clone()) for name in names)),))
-        first, *others = (one for y in returned for one in _heads(y, axis))
+        given = {name: form.build(name, x[0], BASE) for name in turning if form is not None}
+        given |= {name: loud * heads for name, loud in louder.items()}
+        returned = tensors_in((function(*(given[name] for name in names)),))
+        pairs = zip(returned, louder.values(), strict=True)
+        first, *others = (one for y, loud in pairs for one in _heads(y / loud, axis))
         if not all(torch.allclose(first, one, rtol=1e-5, atol=1e-6) for one in others):
             raise ValueError("the output is not a rotation of each head")
         return first

@@ -37,6 +37,14 @@ def turns_keys_back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
     return q * cos + turned(q) * sin, k * cos - turned(k) * sin
 
 
+def turns_queries_twice(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary_pos_emb(q, q, cos, sin)
+
+
+def exchanges_them(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary_pos_emb(k, q, cos, sin)
+
+
 def by_the_heads(x: Tensor) -> Tensor:
     """Takes the number of a head for that of a token."""
     return apply_rope(x.transpose(1, 2)).transpose(1, 2) + apply_rope(x)
@@ -56,6 +64,6 @@ def test_a_function_that_rotates_is_torchs_rotation(made: Callable[..., Any]) ->
     assert "RotaryEmbedding" in report.equivalent.source
 
 
-@pytest.mark.parametrize("made", [turns_keys_back, by_the_heads, of_other_pairs])
+@pytest.mark.parametrize("made", [turns_keys_back, turns_queries_twice, exchanges_them, by_the_heads, of_other_pairs])
 def test_another_rotation_is_not(made: Callable[..., Any]) -> None:
     assert verify(made, kind="positional_encoding").verdict == "unchecked"
