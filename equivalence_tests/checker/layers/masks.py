@@ -180,11 +180,8 @@ def padding_not_run(module: nn.Module, run: ModelRun, hides: bool) -> Iterator[E
     reader, pads = _Reader(module, run, 1, run), _pads(module)
     padded = (run.source.index_fill(1, torch.tensor(0), pad) for pad in pads)
     runs = (reader.seen({}, ids, run.target) for ids in padded)
-    if (
-        hides
-        and run.target is None
-        and any(not seen or any(all(query for query, _ in pairs) for pairs in seen.values()) for seen in runs)
-    ):
+    blind = (not seen or any(all(query for query, _ in pairs) for pairs in seen.values()) for seen in runs)
+    if hides and run.target is None and any(blind):
         yield Exercise("padding in front of the tokens", False, SEES_NONE)
     behind = torch.nn.functional.pad(run.source, (0, PADDED), value=pads[0])
     alone, beside = attempt(lambda: [run.call(x, run.target) for x in (run.source, behind)]) or (torch.zeros(0),) * 2

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.helpers_for_tests import line_of, report_on
 from equivalence_tests.checker.layers.whole_beside import Hidden
+from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.model_calls import _mixed_samples as run_mistake
 from equivalence_tests.checker.reach.state import seen_constructors
 from equivalence_tests.checker.verify import verify
 
@@ -320,6 +322,20 @@ class ReadsOneEarly(ReadsAtTheLast):
 def test_padding_behind_the_tokens_that_changes_what_comes_back_is_listed() -> None:
     assert verify(ReadsAtTheLast).verdict == "equal", str(verify(ReadsAtTheLast))
     assert [one.what for one in verify(ReadsOneEarly).not_exercised] == ["padding behind the tokens"]
+
+
+class TurnsByEinsum(AlwaysSeesTheFirst):
+    def forward(self, items: Tensor) -> Tensor:
+        return torch.einsum("ijk->jik", torch.einsum("ijk->jik", super().forward(items)))
+
+
+def test_an_einsum_of_one_tensor_is_a_step_of_its_own() -> None:
+    assert "einsum between the parts" in verify(TurnsByEinsum).reason, str(verify(TurnsByEinsum))
+
+
+def test_a_single_row_is_of_no_sample() -> None:
+    run = ModelRun(lambda source, *_: source.sum(0, keepdim=True), torch.randn(2, 3, 5), None)
+    assert run_mistake(run) is None
 
 
 SHARED = (

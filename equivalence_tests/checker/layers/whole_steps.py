@@ -135,7 +135,7 @@ class Follower(Parts):
     def _by_name(self, operation: Operation, data: list[Value]) -> None:
         """What one of torch's functions makes in the place of a part, or puts together."""
         name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
-        if name == "linear" or (name in ("matmul", "einsum") and id(inputs[1]) in self.learnt and projects(operation)):
+        if name == "linear" or (name in ("matmul", "einsum") and id(inputs[-1]) in self.learnt and projects(operation)):
             self._by_function("linear", operation, data)
         elif name in NORMS:
             self._by_function("layer_norm", operation, data)

@@ -160,7 +160,9 @@ def _fault(error: BaseException, last: TracebackType) -> Fault | None:
             return Fault(f"a line above sets self.{held[1]}", "Only register it.")
         case NameError() if not _may_be_defined(name, last):
             where = "that this line sees " if any(_gives(node, name) for node in nodes_in(path)) else ""
-            return Fault(f"no line of {Path(path).name} {where}defines or imports {name}", f"Import or define {name}.")
+            kept = any(_gives(node, name) for node in nodes_in(path) if isinstance(node, ast.Attribute))
+            fix = f"Is self.{name} meant?" if kept else f"Import or define {name}."
+            return Fault(f"no line of {Path(path).name} {where}defines or imports {name}", fix)
         case ImportError(path=itself) if itself == path and name == last.tb_frame.f_globals.get("__name__"):
             return Fault(f"{Path(path).name} imports itself", "Remove this import.")
         case ImportError(path=str(other)) if _is_readable(other) and (wanted := NOT_IN_FILE.search(str(error))):
@@ -254,7 +256,8 @@ def _may_be_defined(name: str, last: TracebackType) -> bool:
     elsewhere = {inside for one in others for inside in ast.walk(one) if inside is not one}
     is_global = any(isinstance(x, ast.Global) and name in x.names for x in nodes)
     is_dynamic = bool(DYNAMIC.search("".join(linecache.getlines(path))))
-    return is_dynamic or is_global or _gives_before(name, last, [x for x in nodes if x not in elsewhere])
+    seen = [x for x in nodes if x not in elsewhere and not isinstance(x, ast.Attribute)]
+    return is_dynamic or is_global or _gives_before(name, last, seen)
 
 
 def _not_in_file(path: str, name: str) -> Fault | None:

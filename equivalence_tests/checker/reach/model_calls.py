@@ -305,7 +305,7 @@ def _mixed_samples(run: ModelRun) -> str | None:
 
     others = changed(run.source), None if run.target is None else changed(run.target)
     ran = attempt(lambda: [run.call(*given) for given in ((run.source, run.target), (run.source, run.target), others)])
-    if ran is None:
+    if ran is None or len(ran[0]) < 2:  # a single row is of no sample
         return None
     before, again, after = ran
     if not torch.allclose(before, again, rtol=1e-9, atol=1e-11, equal_nan=True):

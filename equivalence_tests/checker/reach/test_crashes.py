@@ -285,6 +285,28 @@ def test_a_name_that_only_another_function_gives_is_not_defined(tmp_path: Path) 
     assert "no line of theirs.py that this line sees defines or imports T" in " ".join(str(report).split())
 
 
+KEPT = """
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        self.head_dim = dim // num_heads
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        return ((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+"""
+
+
+def test_an_attribute_gives_no_name_without_self(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(KEPT, encoding="utf-8")
+    (finding,) = verify(f"{tmp_path / 'theirs.py'}:Attention").findings
+    assert (finding.name, finding.fix) == ("line_raises", "Is self.head_dim meant?")
+
+
 CONFIGURED = """
 class Head(nn.Module):
     def __init__(self, config):
