@@ -55,7 +55,7 @@ NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
 # Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary", "cache")
 # What says how something is computed, and not what.
-IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel", re.IGNORECASE)
+IMPLEMENTED = re.compile(r"flash|sdpa|fused|efficient|fast|manual|kernel|\bstable", re.IGNORECASE)
 # Whether torch has its fused attention, which a constructor asks for once.
 ASKS_FOR_A_KERNEL = re.compile(r"self\.(\w+) = \(?hasattr\([\w.]+, *['\"]scaled_dot_product_attention['\"]")
 MIXING = re.compile(r"\b(mix|shuffle)\w*=True")  # Informer's option to mix tokens and heads where heads are merged

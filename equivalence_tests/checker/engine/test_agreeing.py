@@ -28,6 +28,10 @@ ASKED = (
     ),
 )
 TWICE = "weights = scores", "weights = (2 * scores)"
+STABLE = (
+    ("embed_dim, num_heads):", "embed_dim, num_heads, stable=False):"),
+    ("self.num_heads = num_heads", "self.num_heads, self.stable = num_heads, stable"),
+)
 FUSED = """scaled_dot_product_attention(q, k, v, {mask})
             return self.out_proj(context.transpose(1, 2).flatten(2))
 """
@@ -51,6 +55,19 @@ def written(tmp_path: Path, *changes: tuple[str, str]) -> str:
             "if",
         ),
         ([("mask is not None", "mask is not None and not self.training")], "training_differs", "not self.training"),
+        (
+            [
+                *STABLE,
+                (SCORES, f"{SCORES}        scores = scores - scores.amax(-1, True) if self.stable else scores\n"),
+            ],
+            "",
+            "",
+        ),
+        (
+            [*STABLE, (SCORES, f"{SCORES}        scores = scores / 32 if self.stable else scores\n")],
+            "scale_wrong",
+            "/ 32",
+        ),
         ([(RETURNS, f"{RETURNS}.squeeze()")], "axis_of_one_lost", ".squeeze()"),
         ([(RETURNS, f"{RETURNS}.squeeze(1)")], "axis_of_one_lost", ".squeeze(1)"),
         ([fused("None if mask is None else ~mask"), *OPTIONS[:2]], "", ""),
