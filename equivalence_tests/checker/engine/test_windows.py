@@ -158,6 +158,7 @@ def test_windows_may_have_two_sides_that_a_setting_names() -> None:
     assert [one.reason for one in report.intended] == ["it is as wide as window_size says (2)"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("made", "reason"),
     [

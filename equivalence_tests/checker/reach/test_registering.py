@@ -40,6 +40,7 @@ HELD = "self.held = nn.ModuleList(x for pair in made for x in pair)"
 LEARNT = "self.learnt = nn.ParameterList(p for pair in made for x in pair for p in x.parameters())"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kept", "loop", "kind"),
     [
