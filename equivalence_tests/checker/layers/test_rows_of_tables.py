@@ -91,3 +91,31 @@ def test_a_table_that_is_a_plain_attribute_is_known_by_its_name() -> None:
     report = verify(changed(KeepsAPlainTable, first=1))
     assert report.verdict == "unchecked"
     assert "position_embeddings" in report.reason
+
+
+class OfSegments(Sentences):
+    """Right: a vector for the segment that a token is of, as BERT adds."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__(vocab_size, d_model, n_heads)
+        self.segments = nn.Embedding(2, d_model)
+
+    def forward(self, ids: Tensor, token_type_ids: Tensor) -> Tensor:  # type: ignore[override]
+        places = self.places(torch.arange(ids.size(1), device=ids.device))
+        x = self.tokens(ids) + self.laid_out(places, len(ids)) + self.segments(self.known(token_type_ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def known(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+class ForgetsSegments(OfSegments):
+    def known(self, ids: Tensor) -> Tensor:
+        return torch.zeros_like(ids)
+
+
+def test_segments_that_are_all_the_first_take_part() -> None:
+    assert verify(OfSegments).verdict == "equal", str(verify(OfSegments))
+    assert [one.what for one in verify(ForgetsSegments).not_exercised] == ["token_type_ids"]

@@ -133,7 +133,8 @@ class Whole:
         given = self.call.kwargs.get(name)
         if not isinstance(given, Tensor):
             return True
-        other = ask(replace(self.call, kwargs={**self.call.kwargs, name: torch.zeros_like(given)}).returned)
+        changed = torch.zeros_like(given) if bool(given.any()) else torch.ones_like(given)
+        other = ask(replace(self.call, kwargs={**self.call.kwargs, name: changed}).returned)
         pairs = zip(self.gives, tensors_in((other.value,)), strict=other.error is None)
         return other.error is not None or any(not torch.equal(x, y) for x, y in pairs)
 
