@@ -185,12 +185,9 @@ def _by_length(term: Term, situation: Situation) -> Iterator[Departure]:
         return
     alike = next((apart for apart, one in enumerate(want) if near(have[0], one, LOOSE)), None)
     if alike is not None:
-        lengths = {"length": len(have), "longer": len(want), "apart": alike}
-        evidence = (
-            "In a call of {length} tokens, a query meets for its own key what it meets in one of {longer} for the "
-        )
-        facts = {"claim": (evidence + "key {apart} before it.").format(**lengths)}
-        yield Departure("positions_by_length", "bias", term.taken(situation.found.run), facts)
+        own = f"In a call of {len(have)} tokens, the vector that a query meets for its own key"
+        claim = f"{own} is that of the key {alike} before it in a call of {len(want)}."
+        yield Departure("positions_by_length", "bias", term.taken(situation.found.run), {"claim": claim})
 
 
 def _is_continued(term: Term, situation: Situation) -> bool:

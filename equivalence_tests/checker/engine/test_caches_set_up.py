@@ -78,7 +78,7 @@ def test_mistakes_with_such_a_cache_are_found(wrong: type[nn.Module], line: str)
 
 
 class KeyValueCache:
-    """Keys and values of all layers; how many tokens there are is told by whoever has run all layers."""
+    """Keys and values of all layers; whoever runs the model advances the length after each step."""
 
     def __init__(self, n_layer: int, max_batch_size: int, n_heads: int, max_seq_len: int, width: int) -> None:
         self.k, self.v = (torch.zeros(n_layer, max_batch_size, n_heads, max_seq_len, width) for _ in range(2))

@@ -267,7 +267,7 @@ def test_what_another_query_says_is_named_on_its_line_with_a_proof(wrong: type, 
 def test_a_distance_that_has_another_vector_in_a_longer_call_is_named_on_the_line_that_takes_it() -> None:
     (finding,) = report_on(FromTheFirst).findings
     assert finding.name == "positions_by_length"
-    assert "for its own key what it meets in one of 8 for the key 3 before it" in finding.evidence
+    assert "is that of the key 3 before it in a call of 8." in finding.evidence
     assert finding.line is not None
     assert "self.table[: query.size(-2)]" in finding.line.text
 

@@ -27,6 +27,7 @@ from equivalence_tests.checker.layers.masks import (
     padding_not_run,
 )
 from equivalence_tests.checker.layers.walk import Walk, is_inside, layers_of, mark_of, masks_of, outermost, recorded
+from equivalence_tests.checker.layers.whole_beside import COMPARES
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of, is_torchs
 from equivalence_tests.checker.parts.names import kind_of_name
@@ -43,7 +44,6 @@ from equivalence_tests.checker.reporting.lines import Frames, assigned_at, is_us
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
 WHOLE_MODEL = "the whole model"
-COMPARES = ("eq", "ne", "gt")  # ids with that of padding
 TORCHS = re.compile(r"MultiheadAttention|Transformer((En|De)coder(Layer)?)?")
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 OF_OTHERS, OF_ANOTHER = "mask_hides_other_entries", "outputs_of_other_tokens"

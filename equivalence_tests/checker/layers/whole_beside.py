@@ -14,7 +14,7 @@ from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import FEATURES, Terms, Value
 from equivalence_tests.checker.reach.tracing import tensors_of
 
-BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")
+BLANKS, COMPARES = words("mul masked_fill where"), words("eq ne gt")  # the last, ids with that of padding
 OF_PADDING = re.compile(r"^(?!.*no[nt]).*pad")  # it says which tokens are none
 COMBINES = ("add", "sub", "mul", "div")
 MOST_OPERATIONS = 16  # by which a series is normalised

@@ -285,10 +285,9 @@ class Trial:
         if role == "=state":
             return empty_state(self.function, name, self.sizes, batch)
         if role in TABLES:
-            rows = dict(zip(TABLES, ((1, 2 * length - 1), (batch, 2 * length - 1), (length, length)), strict=True))[
-                role
-            ]
-            return _drawn(rows[0], rows[1:], self.sizes.embed_dim, sum(name.encode()), self.dtype)[0].clone()
+            shapes = dict(zip(TABLES, ((1, 2 * length - 1), (batch, 2 * length - 1), (length, length)), strict=True))
+            first, rows = shapes[role]
+            return _drawn(first, (rows,), self.sizes.embed_dim, sum(name.encode()), self.dtype)[0].clone()
         if role.startswith("=("):
             width = self.sizes.embed_dim if role == VECTOR else int(role[len("=(batch, ") : -1])
             return _drawn(batch, (1,), width, sum(name.encode()), self.dtype)[0][:, 0].clone()
